@@ -150,7 +150,6 @@ class Controller:
                 config.aged_after_s,
                 config.stale_after_s,
                 config.reservation_ttl_s,
-                config.reference_ttft_ms / 1000,
             )
         )
         routing, admission = config.make_routing(), config.make_admission()
@@ -176,7 +175,7 @@ class Controller:
         self._drains = Drains(self._fleet)
         self._counters = counters = Counters()
         demand = self._placer.demand
-        self._roles = Roles(self._mirror, self._fleet, demand, config.roles, counters.changed)
+        self._roles = Roles(self._mirror, self._fleet, demand, counters.changed)
         self._quarantine = Quarantine(self._mirror, self._fleet)
         self._classes = RequestClasses()
         self._quotas = Quotas()

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
-from sluice.scheduling.autoscaling.role_shares import RoleSharesOptions
 from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.placement.length import LengthRange
 from sluice.scheduling.placement.output_lengths import OutputLengths
@@ -51,31 +50,17 @@ class ControllerConfig(BaseModel):
         "length equally likely: end-to-end times of the class are guaranteed for this range. "
         "Output lengths of classes without an entry are learned.",
     )
-    aged_after_s: float = Field(
-        default=1.0,
-        gt=0,
-        description="A replica silent for longer gives no guarantees and is chosen only if no "
-        "other replica is left, seconds.",
-    )
     stale_after_s: float = Field(
         default=2.0,
         gt=0,
-        description="A replica silent for longer gets no new requests, seconds.",
-    )
-    forget_after_s: float = Field(
-        default=30.0, gt=0, description="A replica silent for longer is forgotten, seconds."
+        description="A replica silent for longer gets no new requests, seconds; after half of it "
+        "it gives no guarantees and is chosen only if no other replica is left.",
     )
     reservation_ttl_s: float = Field(
         default=5.0,
         gt=0,
         description="A reservation that no replica has confirmed after this time is dropped, "
         "seconds.",
-    )
-    reference_ttft_ms: float = Field(
-        default=1_000.0,
-        gt=0,
-        description="Horizon of the prefill admission budget (PAB) in metrics and autoscaling, and "
-        "for requests without a TTFT, ms.",
     )
 
     cells: int = Field(
@@ -87,10 +72,6 @@ class ControllerConfig(BaseModel):
         "decisions one process cannot make; not for pools with roles.",
     )
 
-    roles: RoleSharesOptions = Field(
-        default_factory=RoleSharesOptions,
-        description="When replicas change their roles, with `replica.elastic`.",
-    )
     startup_s: float | None = Field(
         default=None,
         gt=0,
@@ -99,6 +80,16 @@ class ControllerConfig(BaseModel):
         "first replica serves, until a start was measured, seconds. Default: `startup_s` of the "
         "autoscaling policy.",
     )
+
+    @property
+    def aged_after_s(self) -> float:
+        """A replica silent for longer gives no guarantees and is chosen last, seconds."""
+        return self.stale_after_s / 2
+
+    @property
+    def forget_after_s(self) -> float:
+        """A replica silent for longer is forgotten, seconds."""
+        return max(30.0, 2 * self.stale_after_s)
 
     @model_validator(mode="after")
     def _check_policy(self) -> ControllerConfig:

@@ -39,6 +39,10 @@ REPLICA_DEPLOYMENTS: dict[Role, str] = {
 SUPPORTED_RAY: Final = "2.60"
 """The minor version of Ray whose request router Sluice uses."""
 
+HEALTH_CHECK_PERIOD_S = 1.0
+"""Interval of Serve's health checks: a check costs next to nothing, and what is dead is replaced so
+much later."""
+
 OTHER_POOL_WAIT_S = 0.25
 """How long a request waits for the first replica of a pool if it may use another pool, seconds. If
 all pools are empty they are tried again, see :mod:`sluice.router.dispatch.retries`."""
@@ -72,7 +76,7 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         num_replicas=config.router.replicas,
         ray_actor_options=place,
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
-        health_check_period_s=config.replica.health_check_period_s,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         # Serve ends a router that misses three in a row: its connections have no other end.
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=drain_s + 2 * STOP_S,
@@ -153,7 +157,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, config: SluiceConfig) -> Applicatio
         **size,
         **resources(pool.engine, replica, gpus_per_replica(pool)),
         max_ongoing_requests=_ADMITTED_BY_CONTROLLER,
-        health_check_period_s=replica.health_check_period_s,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=replica.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.1,

@@ -109,12 +109,6 @@ class TransferConfig(BaseModel):
         description="IP address on which an engine offers KV; default: the node's own, as vLLM "
         "finds it (`VLLM_HOST_IP` overrides that).",
     )
-    keep_s: float = Field(
-        default=30.0,
-        gt=0,
-        le=3600,
-        description="How long the KV of a prompt is kept until another engine fetches it, seconds.",
-    )
     max_bytes: int = Field(
         default=1 << 30,
         ge=1 << 20,
@@ -197,15 +191,6 @@ class SimulatedEngineConfig(BaseModel):
     quadratic_s: float = Field(
         default=0.0, ge=0, description="Time per unit of the quadratic prefill term, seconds."
     )
-    drift: float = Field(
-        default=1.0,
-        gt=0,
-        le=100,
-        description="Extreme factor on the step time, reached in the middle of each "
-        "`drift_period_s`: the factor changes linearly from 1 to this value and back. Below 1, "
-        "steps get faster.",
-    )
-    drift_period_s: float = Field(default=60.0, gt=0, description="Period of `drift`, seconds.")
     kv_blocks: int = Field(default=4096, ge=8, description="KV blocks.")
     block_tokens: int = Field(default=16, ge=1, description="Tokens per KV block.")
     max_model_tokens: int = Field(
@@ -217,9 +202,6 @@ class SimulatedEngineConfig(BaseModel):
         default=0.002,
         ge=0,
         description="Fixed time of a KV transfer from another engine, seconds.",
-    )
-    transfer_token_s: float = Field(
-        default=0.00001, ge=0, description="KV transfer time per prompt token, seconds."
     )
 
 
@@ -489,16 +471,8 @@ class ReplicaConfig(BaseModel):
         default=0.025,
         gt=0,
         le=1,
-        description="Min time between two reports to the controller, seconds.",
-    )
-    heartbeat_s: float = Field(
-        default=0.5,
-        gt=0,
-        le=10,
-        description="Max time between two reports, seconds, also when nothing changed.",
-    )
-    health_check_period_s: float = Field(
-        default=1.0, gt=0, description="Interval of Serve's health checks, seconds."
+        description="Min time between two reports to the controller, seconds; a replica without "
+        "news reports after 20 times this.",
     )
     hung_after_s: float = Field(
         default=5.0,
@@ -582,6 +556,11 @@ class ReplicaConfig(BaseModel):
         if None not in (role, named) and role != named:
             raise ValueError(f"pools.{name}: role is {role!r}: give the pool another name")
         return role or named  # type: ignore[return-value]
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Max time between two reports, seconds, also when nothing changed."""
+        return 20 * self.report_interval_s
 
     @property
     def first(self) -> int:

@@ -61,7 +61,7 @@ class _Part:
         self, model: ServedModel, pools: Mapping[str, DeploymentHandle], config: RouterConfig
     ) -> None:
         context = serve.get_replica_context()
-        self.metrics = metrics = RouterMetrics(config.first_weights)
+        self.metrics = metrics = RouterMetrics()
         self.client = ControllerClient(
             fleet_name(context.app_name, model.key),
             model.controller,

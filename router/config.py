@@ -57,13 +57,6 @@ class BatchesConfig(BaseModel):
     max_lines: int = Field(
         default=50_000, ge=1, le=1_000_000, description="Maximum lines of one batch."
     )
-    max_files_per_key: int = Field(
-        default=1_000,
-        ge=1,
-        le=100_000,
-        description="Maximum uploaded files of one API key. With as many result files, new batches "
-        "are refused.",
-    )
     max_bytes_per_key: int = Field(
         default=10 << 30,
         ge=1 << 10,
@@ -84,16 +77,6 @@ class BatchesConfig(BaseModel):
         description="Minimum free bytes on the directory's disk. With fewer, uploads are refused "
         "and batches wait, so that no answer is lost because it cannot be written.",
     )
-    max_unfinished_per_key: int = Field(
-        default=100, ge=1, le=10_000, description="Maximum unfinished batches of one API key."
-    )
-    max_ended_per_key: int = Field(
-        default=1_000,
-        ge=1,
-        le=100_000,
-        description="Maximum ended batches of one API key that are kept; the oldest are deleted "
-        "first.",
-    )
     retention_s: float = Field(
         default=30.0 * DAY_S,
         ge=HOUR_S,
@@ -109,31 +92,6 @@ class BatchesConfig(BaseModel):
         ge=1,
         le=4_096,
         description="Maximum lines in flight in one router replica.",
-    )
-    max_line_attempts: int = Field(
-        default=5,
-        ge=1,
-        le=100,
-        description="Attempts of a line that fails by itself; each may try router.max_attempts "
-        "replicas, as a live request does. Full replicas and refusals for lack of capacity do not "
-        "count: such a line waits until its batch expires.",
-    )
-    max_uploads: int = Field(
-        default=4,
-        ge=1,
-        le=256,
-        description="Maximum uploads into one router replica at once; further ones get 503. If "
-        "there are API keys, each may have at most half of them; further ones get 429.",
-    )
-    upload_timeout_s: float = Field(
-        default=600.0, ge=1, le=86_400, description="Timeout of one upload, seconds."
-    )
-    poll_s: float = Field(
-        default=2.0,
-        ge=0.01,
-        le=3_600,
-        description="Interval at which a router replica looks for batches that no router runs, "
-        "seconds.",
     )
 
     @field_validator("directory")
@@ -272,13 +230,6 @@ class ServiceClass(BaseModel):
         le=MAX_PRIORITY,
         description="Worth of a token: one of priority 2 is worth two of priority 1.",
     )
-    first_token_weight: float | None = Field(
-        default=None,
-        gt=0,
-        le=1_000_000,
-        description="Worth of a first token in that of a later one, in the token-deadline gain of "
-        "the metrics and the page. Null: the mean input over the mean output, as in ProServe.",
-    )
     service_tiers: tuple[str, ...] = Field(
         default=(),
         description="Values of OpenAI's `service_tier` that select this class.",
@@ -293,14 +244,8 @@ class ServiceClass(BaseModel):
         default=10.0,
         gt=0,
         le=3_600,
-        description="With `queue`: maximum wait, seconds; then 429.",
-    )
-    queue_length: int = Field(
-        default=256,
-        ge=1,
-        le=100_000,
-        description="With `queue`: maximum waiting requests in one router replica; further ones "
-        "get 429.",
+        description="With `queue`: maximum wait, seconds; then 429. At most 256 requests of a "
+        "class wait in one router replica.",
     )
 
     def objective(self, name: str) -> SLO:
@@ -365,7 +310,7 @@ class RetryBudgetConfig(BaseModel):
         default=0.2,
         ge=0,
         le=10,
-        description="Retries per request in the window. 0 leaves the floor.",
+        description="Retries per request in a window of 60 s. 0 leaves the floor.",
     )
     floor: int = Field(
         default=100,
@@ -374,9 +319,6 @@ class RetryBudgetConfig(BaseModel):
         description="Retries per window that are allowed in addition, whatever the traffic. About "
         "the number of requests that one replica serves at once: when it dies, all of these are "
         "retried.",
-    )
-    window_s: float = Field(
-        default=60.0, gt=0, le=3_600, description="Sliding window of the budget, seconds."
     )
 
 
@@ -466,13 +408,6 @@ class RouterConfig(BaseModel):
         le=1_000_000,
         description="Maximum requests in flight in one router replica; further ones get 503.",
     )
-    refusals_per_s: float = Field(
-        default=100.0,
-        gt=0,
-        le=1e6,
-        description="Refusals that one router replica sends per second: further ones wait for "
-        "their turn, at most 5 s, so that clients which retry at once cannot keep it busy.",
-    )
     stalled_reader_s: float = Field(
         default=60.0,
         ge=1,
@@ -519,13 +454,6 @@ class RouterConfig(BaseModel):
         description="For models with `min_replicas: 0`: maximum wait of a request for the first "
         "replica, seconds; then 503.",
     )
-    start_queue_length: int = Field(
-        default=256,
-        ge=1,
-        le=100_000,
-        description="Maximum requests of one model that wait for this in one router replica; "
-        "further ones get 503.",
-    )
     stall_after_s: float = Field(
         default=1.0,
         ge=0.1,
@@ -548,12 +476,6 @@ class RouterConfig(BaseModel):
     def is_open(self) -> bool:
         """Whether the API needs neither a key nor a token."""
         return not (self.api_keys or self.api_keys_file or self.issuers)
-
-    @property
-    def first_weights(self) -> dict[str, float]:
-        """By class, the weight of a first token where it is configured."""
-        weights = {name: entry.first_token_weight for name, entry in self.classes.items()}
-        return {name: weight for name, weight in weights.items() if weight is not None}
 
     @model_validator(mode="after")
     def _check_keys(self) -> RouterConfig:

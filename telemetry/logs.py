@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 # Configuration of logs and traces. Metrics are always on and need none.
 
@@ -25,19 +25,12 @@ class TracingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    enabled: bool = Field(
-        default=False, description="Make spans and export them; needs the extra `otel`."
-    )
-    endpoint: str = Field(
-        default="http://127.0.0.1:4318/v1/traces",
-        description="Full URL at which an OpenTelemetry collector accepts OTLP over HTTP.",
-    )
-    headers: dict[str, SecretStr] = Field(
-        default_factory=dict,
-        max_length=16,
-        description="Headers of each export, such as an `authorization` that the collector needs. "
-        "Serve's dashboard shows its configuration to every visitor, so keep secrets in the nodes' "
-        "environment, as `OTEL_EXPORTER_OTLP_HEADERS`, whose headers are sent, too.",
+    endpoint: str | None = Field(
+        default=None,
+        description="Full URL at which an OpenTelemetry collector accepts OTLP over HTTP, such as "
+        "`http://collector:4318/v1/traces`; needs the extra `otel`. Headers that the collector "
+        "needs, such as an `authorization`, come from the nodes' environment, as "
+        "`OTEL_EXPORTER_OTLP_HEADERS`. Null: no spans.",
     )
     sample_ratio: float = Field(
         default=1.0,
@@ -54,12 +47,14 @@ class TracingConfig(BaseModel):
 
     @field_validator("endpoint")
     @classmethod
-    def _check_endpoint(cls, value: str) -> str:
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("must be a URL such as http://collector:4318/v1/traces")
         if parts.username is not None or parts.password is not None:
-            raise ValueError("must hold no user or password: use headers")
+            raise ValueError("must hold no user or password: use OTEL_EXPORTER_OTLP_HEADERS")
         return value
 
 

@@ -131,7 +131,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ValueError(
-                "telemetry.tracing.enabled needs OpenTelemetry: install the extra `otel`, such as "
+                "telemetry.tracing.endpoint needs OpenTelemetry: install the extra `otel`, such as "
                 f"pip install 'sluice[otel]' ({error})"
             ) from error
         resource = Resource.create(
@@ -146,8 +146,7 @@ class Tracer:
             shutdown_on_exit=False,
         )
         if exporter is None:
-            headers = {name: value.get_secret_value() for name, value in config.headers.items()}
-            remote = OTLPSpanExporter(endpoint=config.endpoint, headers=headers)
+            remote = OTLPSpanExporter(endpoint=config.endpoint)
             self._provider.add_span_processor(BatchSpanProcessor(remote))
         else:
             self._provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -222,4 +221,4 @@ def make_tracer(config: TracingConfig, process: str) -> Tracer | None:
     Raises:
         ValueError: OpenTelemetry is not installed.
     """
-    return Tracer(config, process) if config.enabled else None
+    return Tracer(config, process) if config.endpoint is not None else None

@@ -41,6 +41,8 @@ _TEST_SETTINGS = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+    # The key of the collector of traces in tests/e2e/followed.py.
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20key-of-the-collector-0123456789",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

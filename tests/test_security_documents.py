@@ -7,19 +7,21 @@ import re
 import pytest
 
 from sluice.router.config import RouterConfig
-from sluice.router.metrics.instruments import MAX_NAMES
+from sluice.router.dispatch.stall_detector import MAX_NAMES
 from sluice.router.request.prompt import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
 from sluice.router.tenancy.auth import POLL_S, WEAK_CHARACTERS, ApiKey, client_of, parse_keys
 from sluice.router.tenancy.limits import EXCHANGE_S, Client, RateLimiter, TenantLimits
 from sluice.router.tenancy.tokens import (
+    LEEWAY_S,
     MAX_BYTES,
     MAX_CACHED,
     MAX_KEYS,
     MAX_TOKEN_BYTES,
     MIN_PAUSE_S,
     MIN_RSA_BITS,
+    REFRESH_S,
     REMEMBERED_S,
-    TokenIssuer,
+    STALE_S,
 )
 from tests.documents import ROOT, marked, section
 
@@ -48,7 +50,7 @@ def test_the_examples_of_key_files_are_ones() -> None:
     assert weights == [1, 4]
     entries = parse_keys(text.encode(), RouterConfig().classes)
     assert [client_of(entry).name for entry in entries] == ["acme", "tests"]
-    assert isinstance(entries[0], ApiKey) and entries[0].tokens_per_minute == 300_000
+    assert isinstance(entries[0], ApiKey) and entries[0].limits.tokens_per_minute == 300_000
 
 
 def test_the_figures_are_those_of_the_code() -> None:
@@ -63,11 +65,10 @@ def test_the_figures_are_those_of_the_code() -> None:
 
 def test_the_figures_of_tokens_are_those_of_the_code() -> None:
     text = " ".join(section(PAGE, "Tokens").split())
-    config = TokenIssuer(issuer="https://a.example", audience=("a",), default_limits=TenantLimits())
     assert f"at most {MAX_TOKEN_BYTES >> 10} KiB" in text
-    assert f"tolerance of `leeway_s`, {config.leeway_s:g} s" in text
-    assert f"every `refresh_s`, {config.refresh_s / 60:g} min" in text
-    assert f"until they are `stale_s` old, {config.stale_s / 3_600:g} h" in text
+    assert f"tolerance of {LEEWAY_S:g} s" in text
+    assert f"every {REFRESH_S / 60:g} min" in text
+    assert f"until they are {STALE_S / 3_600:g} h old" in text
     assert f"at most every {MIN_PAUSE_S:g} s" in text
     assert f"({MAX_BYTES >> 10} KiB, {MAX_KEYS} keys" in text
     assert f"RSA keys need {MIN_RSA_BITS:,} bits" in text

@@ -44,7 +44,7 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
 )
 from sluice.benchmarks.report import Table
-from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
+from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.fleet.pool_ratio import PoolDemand
 from sluice.simulation.capacity import pool_demand
 from sluice.simulation.generators import Poisson
@@ -226,10 +226,10 @@ RATIO = Experiment(
 
 # Roles that follow the load.
 
-FLEETS: dict[str, tuple[Layout, RoleSharesOptions | None]] = {
+FLEETS: dict[str, tuple[Layout, RoleShares | None]] = {
     **{layout.name: (layout, None) for layout in FOUR},
-    "elastic": (FOUR[0], RoleSharesOptions()),
-    "elastic without hysteresis": (FOUR[0], RoleSharesOptions(gain=0.0)),
+    "elastic": (FOUR[0], RoleShares()),
+    "elastic without hysteresis": (FOUR[0], RoleShares(gain=0.0)),
 }
 """The replicas at the start, and how their roles change; ``None``: not at all."""
 
@@ -237,12 +237,12 @@ FLEETS: dict[str, tuple[Layout, RoleSharesOptions | None]] = {
 def day(
     seed: int,
     tpot: tuple[float, float],
-    fleet: tuple[Layout, RoleSharesOptions | None],
+    fleet: tuple[Layout, RoleShares | None],
     parts: Sequence[Make],
     seconds: float,
 ) -> Mapping[str, float]:
     """The figures of a day of ``parts``, of ``seconds`` each, at a TPOT and a load."""
-    (tpot_s, load), (layout, options) = tpot, fleet
+    (tpot_s, load), (layout, roles) = tpot, fleet
     made = []
     for number, part in enumerate(parts):
         make = partial(with_tpot, part, tpot_s)
@@ -251,7 +251,6 @@ def day(
         later = (a._replace(arrival_s=a.arrival_s + number * seconds) for a in own.arrivals)
         made.append(replace(own, arrivals=tuple(later)))
     served = System(ROUTER, DEFAULT, ADMISSION)
-    roles = RoleShares(options) if options else None
     done = systems.run_cluster(merged("a day", made), served, SETUP, layout, seed, roles=roles)
     requests = done.result.requests
     met = attained(requests, stages(requests), TPOTMetric.MEAN)

@@ -178,7 +178,7 @@ async def decision() -> Walk:
     from sluice.controller.actor import Controller
 
     # The replicas say hello only once, and must not go stale.
-    lasting = {"stale_after_s": 3_600.0, "forget_after_s": 7_200.0, "aged_after_s": 3_600.0}
+    lasting = {"stale_after_s": 7_200.0}
     controller, messages = Controller(ControllerConfig.model_validate(lasting)), FleetMessages(2)
     for index in range(messages.replicas):
         await controller.hello(messages.hello(index))

@@ -223,7 +223,6 @@ def fleet_of(
                 "heartbeat_s": config.replica.heartbeat_s,
                 "stale_after_s": controller.stale_after_s,
                 "reservation_ttl_s": controller.reservation_ttl_s,
-                "reference_ttft_s": controller.reference_ttft_ms / 1e3,
             },
         ),
         name,

@@ -19,7 +19,6 @@ from sluice.scheduling.autoscaling.role_shares import (
     LOOK_EVERY_S,
     Means,
     RoleShares,
-    RoleSharesOptions,
     members_of,
 )
 from sluice.scheduling.fleet.fleet import Fleet
@@ -34,7 +33,6 @@ class Roles:
     Args:
         mirror, fleet: of the replicas; they get the roles.
         demand: counts the load.
-        options: of the policy.
         changed: called with the new role at each change.
     """
 
@@ -43,14 +41,13 @@ class Roles:
         mirror: Mirror,
         fleet: Fleet,
         demand: Demand,
-        options: RoleSharesOptions,
         changed: Callable[[Role], None],
     ) -> None:
         self._changed = changed
         self._mirror = mirror
         self._fleet = fleet
         self._demand = demand
-        self._policy = RoleShares(options)
+        self._policy = RoleShares()
         self._words: dict[str, Role] = {}
         self._means: Means | None = None
         self._look_s = -inf

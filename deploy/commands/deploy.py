@@ -140,16 +140,11 @@ def application_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     and touches no other. Keys go as digests: Serve shows what it was given.
 
     Raises:
-        ValueError: ``data`` is not a valid configuration, or holds a secret that Serve would show.
+        ValueError: ``data`` is not a valid configuration.
     """
     from sluice.deploy.app import deployment_name  # imports Ray
 
     config = parse_config(data)
-    if config.telemetry.tracing.headers:
-        raise ValueError(
-            "telemetry.tracing.headers would be shown to whoever reads Serve's state: leave them "
-            "out, and set OTEL_EXPORTER_OTLP_HEADERS in the environment in which Ray starts"
-        )
     args = deepcopy(dict(data))
     # The name is the application's; a change of the field must not rebuild it.
     args.pop("name", None)

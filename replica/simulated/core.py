@@ -223,10 +223,7 @@ class SimulatedCore:
             + config.context_token_s * (work.prefill_context + work.decode_context + new_tokens)
             + config.quadratic_s * work.quadratic
         )
-        # All engines of a machine share its monotonic clock, so they drift together.
-        phase = now_s / config.drift_period_s % 1.0
-        drift = 1.0 + (config.drift - 1.0) * (1.0 - abs(2.0 * phase - 1.0))
-        return SimulatedStep(seconds * drift, ran, preempted, in_flight)
+        return SimulatedStep(seconds, ran, preempted, in_flight)
 
     def _queue(self) -> tuple[QueueView, BatchBudget]:
         config, rows = self._config, self.rows

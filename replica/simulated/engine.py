@@ -244,7 +244,7 @@ class SimulatedEngine:
             self._scheduler.kv_failed()
             return None
         tokens = kv_handle.prompt_tokens
-        seconds = self._config.transfer_s + tokens * self._config.transfer_token_s
+        seconds = self._config.transfer_s + tokens * 1e-5  # of each token
         return Transfer(now_s, now_s + seconds)
 
     def _kv_handle(self, call: Call, request: EngineRequest) -> KVHandle:

@@ -140,6 +140,9 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "sluice"
 
+KEEP_S = 30.0
+"""How long the KV of a prompt is kept until another engine fetches it, seconds."""
+
 
 @dataclass(frozen=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
@@ -415,7 +418,7 @@ class _WorkerSide:
         self._vllm_config = vllm_config
         self._blocks = kv_cache_config.num_blocks
         self._config = config
-        self._kept = KeptPrompts(config.max_bytes, config.keep_s)
+        self._kept = KeptPrompts(config.max_bytes, KEEP_S)
         self._incoming = MemoryLimit(config.max_bytes)
         self._fetchers = ThreadPoolExecutor(8, thread_name_prefix="kv-fetch")
         self._lock = threading.Lock()

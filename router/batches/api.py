@@ -88,6 +88,12 @@ def expiry_s(name: str, anchor: Any, seconds: Any) -> int:
 MAX_FILES_PAGE = 10_000
 """Maximum and default number of files in one page of the list."""
 
+MAX_UPLOADS = 4
+"""Maximum uploads into one router at once; with API keys, each may have half of them."""
+
+UPLOAD_TIMEOUT_S = 600.0
+"""Timeout of one upload, seconds."""
+
 MAX_FILENAME = 255
 """Maximum stored characters of a file's name. It is only shown, and never used as a path."""
 
@@ -125,7 +131,7 @@ class FilesApi:
         return JSONResponse(record.shown())
 
     def _check_places(self, owner: str) -> None:
-        most = self._resources.config.max_uploads
+        most = MAX_UPLOADS
         if self._uploads.total() >= most:
             raise ApiError(
                 Reason.ROUTER_FULL, f"The router accepts {most} uploads at once; try again."
@@ -142,9 +148,7 @@ class FilesApi:
         limits = self._resources.config
         upload = await self._resources.store.begin_upload(owner_of(request))
         try:
-            form = await receive(
-                request, upload.write, limits.max_file_bytes, limits.upload_timeout_s
-            )
+            form = await receive(request, upload.write, limits.max_file_bytes, UPLOAD_TIMEOUT_S)
             changes: dict[str, Any] = {"filename": _printable(form.filename or "")}
             kept_s = _checked(form)
             record = await upload.close()

@@ -273,6 +273,10 @@ def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
             whole = rest.endswith(b"\n")
 
 
+MAX_ATTEMPTS = 5
+"""Attempts of a line that fails by itself; each may try ``router.max_attempts`` replicas, as a live
+request does. Without capacity a line waits until its batch expires."""
+
 FIRST_PAUSE_S = 0.5
 """Approximate pause before a line without capacity is retried, seconds; doubled each time."""
 
@@ -330,7 +334,7 @@ class LineCaller:
         # The same rules as for live calls, except for the default class.
         default = {"default_class": config.batches.service_class}
         self._reader = CallReader(config.model_copy(update=default))
-        self._max_attempts = config.batches.max_line_attempts
+        self._max_attempts = MAX_ATTEMPTS
         self._fleets = fleets
         self._limiter = limiter
         self._batch_metrics = batch_metrics

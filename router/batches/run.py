@@ -97,6 +97,9 @@ class LinePlaces:
         self._hand_out()
 
 
+POLL_S = 2.0
+"""Interval at which a router looks for batches that no router runs, seconds."""
+
 SPACE_S = 1.0
 """Interval at which a batch checks whether there is space for its results, seconds."""
 
@@ -274,7 +277,7 @@ class BatchRun:
             _log.warning("batch %s waits: no storage is left for its results", self._record.id)
             # Other processes free storage, too, so there is no event to wait for.
             while not await self._store.ask(BatchState.has_space, owner):  # noqa: ASYNC110
-                await asyncio.sleep(self._resources.config.poll_s)
+                await asyncio.sleep(POLL_S)
         self._had_space_s = clock()
 
     async def _finish(self) -> None:
@@ -344,9 +347,9 @@ class _Running(NamedTuple):
 class Runner:
     """Runs batches in one router; the runners of all routers share all batches.
 
-    Each looks every ``poll_s`` for batches that no living router runs, and claims some while it has
-    free slots. So a new batch starts at once in the router where it was created, and a batch whose
-    router died resumes on another one after ``poll_s``.
+    Each looks every :data:`POLL_S` for batches that no living router runs, and claims some while it
+    has free slots. So a new batch starts at once in the router where it was created, and a batch
+    whose router died resumes on another one after :data:`POLL_S`.
 
     Args:
         holder: finds the client with an owner's name. Batches of an owner without a client, such
@@ -397,7 +400,7 @@ class Runner:
                 # The disk may have failed, for example. The next scan may succeed.
                 _log.exception("could not scan the batches; retrying")
             try:
-                async with asyncio.timeout(self._resources.config.poll_s):
+                async with asyncio.timeout(POLL_S):
                     await self._woken.wait()
             except TimeoutError:
                 pass

@@ -142,6 +142,15 @@ def page_of(
     return rows[: page.limit], len(rows) > page.limit
 
 
+MAX_FILES: Final = 1_000
+"""Maximum uploaded files of one owner, and of result files before new batches are refused."""
+
+MAX_UNFINISHED: Final = 100
+"""Maximum unfinished batches of one owner."""
+
+MAX_ENDED: Final = 1_000
+"""Maximum ended batches of one owner that are kept; the oldest are deleted first."""
+
 ORPHAN_S: Final = 3_600.0
 """Minimum age at which bytes that are being uploaded count as left over by a crash, seconds."""
 
@@ -213,7 +222,7 @@ class BatchState:
         """
         with changing(self._db):
             uploads = self._number_of(file.owner, "batch")
-            if uploads >= self._config.max_files_per_key:
+            if uploads >= MAX_FILES:
                 raise _too_many(f"There are {uploads} files, which is the limit; delete some.")
             self._ready(file)
             self._check_space(file.owner)
@@ -241,7 +250,7 @@ class BatchState:
         """Ids of files whose bytes can be deleted, only ``file_id`` if it is given: deleted and
         expired ones, and leftovers of crashes."""
         now_s = self._now()
-        orphan_s = now_s - max(ORPHAN_S, 2 * self._config.upload_timeout_s)
+        orphan_s = now_s - ORPHAN_S
         with changing(self._db):
             # No batch can be made of them, and no upload of them finished, from now on.
             self._db.execute(
@@ -273,12 +282,12 @@ class BatchState:
             (unfinished,) = self._db.execute(
                 "SELECT COUNT(*) FROM batches WHERE owner = ? AND ended_s IS NULL", (batch.owner,)
             ).fetchone()
-            if unfinished >= self._config.max_unfinished_per_key:
+            if unfinished >= MAX_UNFINISHED:
                 raise _too_many(
                     f"There are {unfinished} batches that have not ended, which is the limit."
                 )
             results = self._number_of(batch.owner, "batch_output")
-            if results >= self._config.max_files_per_key:
+            if results >= MAX_FILES:
                 raise _too_many(
                     f"There are {results} files of results, which is the limit; delete some."
                 )
@@ -287,7 +296,7 @@ class BatchState:
             self._db.execute(
                 "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE owner = ?"
                 " AND ended_s IS NOT NULL ORDER BY created_s DESC, id DESC LIMIT -1 OFFSET ?)",
-                (batch.owner, self._config.max_ended_per_key),
+                (batch.owner, MAX_ENDED),
             )
             self._db.execute(
                 "INSERT INTO batches (id, owner, created_s, input_file_id, record)"

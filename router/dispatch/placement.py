@@ -34,6 +34,9 @@ from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 # whose SLO or length is easier to promise. The clients in a queue take turns, and none takes all
 # slots.
 
+MAX_WAITING = 256
+"""Maximum requests of one class, or of one model without a replica, that wait in one router."""
+
 ASKERS = 4
 """Requests of a queue that ask: enough that one request which no replica can promise does not
 hold up the others, few enough that a long queue is no load on the controller."""
@@ -106,7 +109,7 @@ class AdmissionQueue:
         pause: Callable[[float], Awaitable[object]],
     ) -> None:
         self._limit_s = entry.queue_limit_s
-        self._most = entry.queue_length
+        self._most = MAX_WAITING
         self._length = metrics.queue_length.labels(name)
         self._wait_s = metrics.queue_wait_s.labels(name)
         self._clock = clock
@@ -281,7 +284,7 @@ class ColdStarts:
         pause: Callable[[float], Awaitable[object]],
     ) -> None:
         self._replicas = replicas
-        self._most = config.start_queue_length
+        self._most = MAX_WAITING
         self._limit_s = config.start_wait_s
         self._metrics = metrics
         self._clock = clock

@@ -183,6 +183,9 @@ class Pools:
 # Retry budget of a router: retries are limited to a share of its requests, so that they do not
 # multiply failures which hit every replica.
 
+WINDOW_S: Final = 60.0
+"""Sliding window of the retry budget, seconds."""
+
 _SLOTS: Final = 20
 """Parts of the sliding window: counts expire one part at a time."""
 
@@ -216,7 +219,7 @@ class RetryBudget:
 
     def _slot(self) -> list[int]:
         """The current slot. Slots that have left the window are dropped."""
-        number = int(self._clock() / self._config.window_s * _SLOTS)
+        number = int(self._clock() / WINDOW_S * _SLOTS)
         while self._slots and self._slots[0][0] <= number - _SLOTS:
             _, requests, retries = self._slots.popleft()
             self._requests -= requests

@@ -34,6 +34,10 @@ from sluice.telemetry.logs import of_request
 # period counts as the standing delay, as CoDel (Nichols and Jacobson, ACM Queue 10(5), 2012) has it
 # for packets: a single long step of the loop causes no refusals.
 
+REFUSALS_PER_S: Final = 100.0
+"""Refusals that one router sends per second, so that clients which retry at once cannot keep it
+busy; further ones wait for their turn."""
+
 MAX_HOLD_S: Final = 5.0
 """Longest time that a refusal waits for its turn, seconds."""
 
@@ -233,7 +237,7 @@ class IngressMiddleware:
         self._telemetry = telemetry
         self._shedder = shedder
         held = metrics.held_refusals
-        paced = (config.refusals_per_s, config.max_in_flight, held, clock, pause)
+        paced = (REFUSALS_PER_S, config.max_in_flight, held, clock, pause)
         self._pace, self._pace_of_strangers = Pace(*paced), Pace(*paced)
         self._max_in_flight = config.max_in_flight
         self._bodies = BodyBudget(config.max_held_bytes, metrics.held_bytes)

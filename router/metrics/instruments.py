@@ -4,9 +4,8 @@ of clients and models by :class:`ClientNames`."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -489,12 +488,9 @@ class RouterMetrics:
     Latencies are those of :class:`~sluice.scheduling.request.objective.TokenClock`: tokens of the
     first choice, when their bytes are written to the socket; for a plain response, when they left
     the engine. The gain of first and of later tokens is counted apart, as their weights (ProServe's
-    ``w_p`` and ``w_d``) are by default the mean input and output of what is shown.
-    ``first_weights``: by class, the weight of a first token in that of a later one, where it is
-    configured."""
+    ``w_p`` and ``w_d``) are the mean input and output of what is shown."""
 
-    def __init__(self, first_weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        self._first_weights = first_weights
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         make = Families(self.registry)
         self._requests = make.counters(
@@ -664,9 +660,6 @@ class RouterMetrics:
             (self._gain, earned.first, earned.later),
             (self._ideal_gain, earned.first_ideal, earned.later_ideal),
         ):
-            weight = self._first_weights.get(slo.service_class)
-            if weight is not None:
-                first, later = 0.0, later + weight * first
             counter(*worth, "first").inc(first)
             counter(*worth, "later").inc(later)
         if slo.stated:

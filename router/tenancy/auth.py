@@ -16,6 +16,8 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import (
     AfterValidator,
+    BaseModel,
+    ConfigDict,
     Discriminator,
     Field,
     SecretStr,
@@ -39,12 +41,13 @@ WEAK_CHARACTERS: Final = 20
 """A shorter key causes a warning: 128 random bits take 22 characters of base64."""
 
 _OF_NOTHING: Final = hashlib.sha256(b"").hexdigest()
-_BARE: Final = frozenset(("key", "sha256", "name"))
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class ApiKey(TenantLimits):
+class ApiKey(BaseModel):
     """An accepted key or its digest, with the name and the limits of its client."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: SecretStr | None = Field(
         default=None,
@@ -60,13 +63,20 @@ class ApiKey(TenantLimits):
         description="Name of the client in metrics, and owner of its files and batches, so that "
         "they outlive a change of the key. Null: the key itself identifies the client.",
     )
+    limits: TenantLimits = Field(
+        default=TenantLimits(), description="The limits of its client; default: those of the API."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, data: Any) -> Any:
         # Not left to pydantic, which quotes an unknown field: that may be a misplaced key.
-        if isinstance(data, dict) and not data.keys() <= cls.model_fields.keys():
-            raise ValueError(f"an unknown field; allowed are {', '.join(cls.model_fields)}")
+        for given, known in (
+            (data, cls.model_fields),
+            (data.get("limits") if isinstance(data, dict) else None, TenantLimits.model_fields),
+        ):
+            if isinstance(given, dict) and not given.keys() <= known.keys():
+                raise ValueError(f"an unknown field; allowed are {', '.join(known)}")
         return data
 
     @field_validator("sha256")
@@ -131,10 +141,9 @@ def client_of(entry: SecretStr | ApiKey) -> Client:
     owner = hashlib.blake2b(digest_of(entry), digest_size=16, person=b"sluice-owner").hexdigest()
     if isinstance(entry, SecretStr):
         return Client(owner=f"key-{owner}")
-    caps = TenantLimits(**entry.model_dump(include=set(TenantLimits.model_fields)))
     if entry.name is None:
-        return Client(owner=f"key-{owner}", caps=caps)
-    return Client(entry.name, f"name-{entry.name}", caps)
+        return Client(owner=f"key-{owner}", caps=entry.limits)
+    return Client(entry.name, f"name-{entry.name}", entry.limits)
 
 
 def check_entries(
@@ -155,7 +164,7 @@ def check_entries(
     for client in (client_of(entry) for entry in named if entry.name is not None):
         if caps.setdefault(client.name, client.caps) != client.caps:
             raise ValueError(f"entries of {where} named {client.name!r} have different limits")
-    unknown = {name for entry in named for name in entry.classes or ()} - set(classes)
+    unknown = {name for entry in named for name in entry.limits.classes or ()} - set(classes)
     if unknown:
         known = ", ".join(sorted(classes))
         raise ValueError(f"{where} name unknown classes {sorted(unknown)}; known are: {known}")
@@ -168,7 +177,7 @@ def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
         ValueError: an entry has limits.
     """
     for entry in entries:
-        if isinstance(entry, ApiKey) and not entry.model_fields_set <= _BARE:
+        if isinstance(entry, ApiKey) and "limits" in entry.model_fields_set:
             raise ValueError(f"an entry of {where} may have only key or sha256, and name")
 
 

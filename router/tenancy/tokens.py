@@ -100,13 +100,6 @@ class TokenIssuer(BaseModel):
     algorithms: tuple[Algorithm, ...] = Field(
         default=("RS256", "ES256"), min_length=1, description="Accepted signature algorithms."
     )
-    leeway_s: float = Field(
-        default=30.0,
-        ge=0,
-        le=300,
-        description="Tolerance for differences between the clocks, for `exp`, `nbf` and `iat`, "
-        "seconds.",
-    )
     tenant_claim: _Claim = Field(
         default="sub",
         description="Claim with the tenant's name, a text of 1 to 256 characters. Tokens without "
@@ -127,23 +120,6 @@ class TokenIssuer(BaseModel):
         default=None,
         description="Limits of each tenant whose token selects no entry of `limits`; `{}`: those "
         "of the API. Null: such tokens get 403.",
-    )
-    refresh_s: float = Field(
-        default=300.0,
-        ge=10,
-        le=86_400,
-        description="Interval at which the signing keys are read, seconds: a key that the issuer "
-        "withdraws is accepted for that long.",
-    )
-    stale_s: float = Field(
-        default=21_600.0,
-        ge=60,
-        le=604_800,
-        description="How long the keys are used while they cannot be read again, seconds. After "
-        "that, tokens get 503.",
-    )
-    timeout_s: float = Field(
-        default=5.0, gt=0, le=60, description="Timeout of each read of the keys, seconds."
     )
 
     @field_validator("jwks_url")
@@ -191,6 +167,20 @@ def check_issuers(issuers: Mapping[str, TokenIssuer], classes: Collection[str]) 
 #
 # No request waits for the issuer. A token with an unknown key makes the router read the keys, at
 # most once in :data:`MIN_PAUSE_S`, however many such tokens arrive.
+
+LEEWAY_S: Final = 30.0
+"""Tolerance for differences between the clocks, for ``exp``, ``nbf`` and ``iat``, seconds."""
+
+REFRESH_S: Final = 300.0
+"""Interval at which the signing keys are read, seconds: a key that the issuer withdraws is accepted
+for that long."""
+
+STALE_S: Final = 21_600.0
+"""How long the keys are used while they cannot be read again, seconds. After that, tokens get
+503."""
+
+TIMEOUT_S: Final = 5.0
+"""Timeout of each read of the keys, seconds."""
 
 MIN_PAUSE_S: Final = 10.0
 """Minimum time between two reads that tokens with unknown keys cause, and from a failed read to the
@@ -276,7 +266,7 @@ class SigningKeys:
             ApiError: 503, the keys are unknown or too old, or are being read.
         """
         now_s = self._clock()
-        is_fresh = now_s - self._read_s <= self._config.stale_s
+        is_fresh = now_s - self._read_s <= STALE_S
         key = self._keys.get((key_id, algorithm))
         if key is not None and is_fresh:
             return key
@@ -294,7 +284,7 @@ class SigningKeys:
     async def watch(self) -> None:
         """Read the keys at their interval and when a token needs them, indefinitely."""
         while True:
-            pause_s = self._config.refresh_s if self._trouble is None else MIN_PAUSE_S
+            pause_s = REFRESH_S if self._trouble is None else MIN_PAUSE_S
             try:
                 async with asyncio.timeout(pause_s):
                     await self._wanted.wait()
@@ -311,7 +301,7 @@ class SigningKeys:
             # Here, as each command of the CLI would take 0.2 s longer, and not in the timeout.
             from aiohttp import ClientSession
 
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 # Proxies of the environment are used.
                 async with ClientSession(trust_env=True) as session:
                     keys = _usable(await _read_jwks(session, self._config), self._config)
@@ -563,7 +553,7 @@ class TokenVerifier:
             raise refused("The token's signature is wrong.") from None
         except (PyJWTError, ValueError, TypeError):
             raise _malformed() from None
-        until_s = _check_times(claims, now_s, config.leeway_s)
+        until_s = _check_times(claims, now_s)
         return _Accepted(_client_of(claims, issuer), until_s, issuer, key_name, key)
 
     def _origin(self, token: bytes) -> tuple[_Issuer, tuple[str, str]]:
@@ -607,7 +597,7 @@ def _keep(kept: OrderedDict[Any, Any], key: object, value: object, most: int) ->
         kept.popitem(last=False)
 
 
-def _check_times(claims: Mapping[str, Any], now_s: float, leeway_s: float) -> float:
+def _check_times(claims: Mapping[str, Any], now_s: float) -> float:
     """Check ``exp``, ``nbf`` and ``iat``. Returns when the token ceases to be accepted.
 
     Raises:
@@ -617,10 +607,10 @@ def _check_times(claims: Mapping[str, Any], now_s: float, leeway_s: float) -> fl
         value = claims.get(name, 0)
         if not isinstance(value, int | float) or not abs(value) < 1e12:
             raise refused(f"The token's claim {name} is no time.")
-    until_s: float = claims["exp"] + leeway_s
+    until_s: float = claims["exp"] + LEEWAY_S
     if now_s >= until_s:
         raise refused("The token has expired.")
-    if now_s < max(claims.get("nbf", 0), claims.get("iat", 0)) - leeway_s:
+    if now_s < max(claims.get("nbf", 0), claims.get("iat", 0)) - LEEWAY_S:
         raise refused("The token is not valid yet.")
     return until_s
 

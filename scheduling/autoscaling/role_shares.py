@@ -13,12 +13,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import Field
 
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import DECODE_SHARES, DECODES, LEAST_RATE, requests_at
-from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES, Role
 
@@ -32,31 +30,17 @@ guarantee."""
 LOOK_EVERY_S = 2.5
 """How often to decide, seconds."""
 
+GAIN = 0.05
+"""Dead band: roles change only if the best split would have served this share of the requests
+more."""
+
+MEMORY_S = 15.0
+"""Averaging time of what the splits would have served, seconds."""
+
+SMOOTHING_S = 5.0
+"""Averaging time of the demand of decodes, seconds."""
+
 _NO_CHANGES: Mapping[str, Role] = MappingProxyType({})
-
-
-class RoleSharesOptions(PolicyOptions):
-    """When replicas change their roles."""
-
-    gain: float = Field(
-        default=0.05,
-        ge=0,
-        lt=1,
-        description="Dead band: roles change only if the best split would have served this share "
-        "of the requests more.",
-    )
-    memory_s: float = Field(
-        default=15.0,
-        gt=0,
-        le=86_400,
-        description="Averaging time of what the splits would have served, seconds.",
-    )
-    smoothing_s: float = Field(
-        default=5.0,
-        gt=0,
-        le=3600,
-        description="Averaging time of the demand of decodes, seconds.",
-    )
 
 
 class Member(NamedTuple):
@@ -194,8 +178,8 @@ class RoleShares:
     Source: ours, after ProServe appendix A and SLOs-Serve appendix A, which size fixed pools.
     """
 
-    def __init__(self, options: RoleSharesOptions | None = None) -> None:
-        self.options = options or RoleSharesOptions()
+    def __init__(self, gain: float = GAIN) -> None:
+        self._gain = gain
 
     def decide(self, load: Load, members: Sequence[Member], means: Means | None) -> Change:
         """The roles from now on. ``O(n log n + decodes)`` with ``n`` members; the same input gives
@@ -241,7 +225,7 @@ class RoleShares:
             load.kv_share * load.ready,
         )
         if means.need is not None:
-            part = 1.0 - exp(-passed_s / self.options.smoothing_s)
+            part = 1.0 - exp(-passed_s / SMOOTHING_S)
             now = Need(*(was + part * (one - was) for was, one in zip(before, now, strict=True)))
         weighted = (load.asked_s2 - last.asked_s2, load.slack_s2 - last.slack_s2)
         means_s = (each / work_s if work_s > 0 else 0.0 for each in weighted)
@@ -250,7 +234,7 @@ class RoleShares:
             means = means._replace(backlog_s=(0.0,) * len(members), served=(), wanted=None)
         served, backlog_s = served_by(now, prompts, passed_s, np.array(means.backlog_s))
         if means.served:
-            part = 1.0 - exp(-passed_s / self.options.memory_s) if prompts.asked else 0.0
+            part = 1.0 - exp(-passed_s / MEMORY_S) if prompts.asked else 0.0
             served = means.served + part * (served - means.served)
         return means._replace(
             last=load,
@@ -283,7 +267,7 @@ class RoleShares:
         if kept is None:
             return best, f"{words}{served[best]:.0%} served in time"
         words += f"{served[best]:.0%} served in time with {_named(best, split.replicas)}"
-        if served[best] - served[kept] <= self.options.gain:
+        if served[best] - served[kept] <= self._gain:
             return kept, words
         return best, f"{words}, {served[kept]:.0%} with {_named(kept, split.replicas)}"
 

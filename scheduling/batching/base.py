@@ -258,6 +258,16 @@ LONGEST_S = 0.05
 with an almost free empty step, that limit would be too short."""
 
 
+RESERVE = 0.1
+"""Share of the KV blocks and of the sequences that best-effort requests leave free when they start,
+so that the next promised request need not evict."""
+
+LOST_SHARE = 0.05
+"""Maximum share of the engine's time that evictions may waste: after an eviction that discarded
+``s`` seconds of work, no best-effort request starts for ``s / LOST_SHARE`` while any request is
+promised."""
+
+
 class BestEffortOptions(PolicyOptions):
     """Options of the best-effort tier."""
 
@@ -274,21 +284,6 @@ class BestEffortOptions(PolicyOptions):
         description="Share of the engine's time, and of its running sequences, for aged "
         "best-effort requests in order of arrival, whatever else is guaranteed.",
     )
-    reserve: float = Field(
-        default=0.1,
-        ge=0,
-        le=0.9,
-        description="Share of the KV blocks and of the sequences that best-effort requests leave "
-        "free when they start, so that the next guaranteed request need not evict.",
-    )
-    lost_share: float = Field(
-        default=0.05,
-        gt=0,
-        le=1,
-        description="Maximum share of the engine's time that evictions may waste: after an "
-        "eviction that discarded `s` seconds of work, no best-effort request starts for "
-        "`s / lost_share` while any request is guaranteed.",
-    )
 
 
 class BestEffort:
@@ -304,7 +299,7 @@ class BestEffort:
        the prefills of step 4; prefills that can meet their own objective, by deadline; the others
        by arrival. A request starts only while no guaranteed request waits, and where its predicted
        length fits beside those of all running requests. Evicted work closes admission for a time
-       (``lost_share``), which bounds recomputed work.
+       (:data:`LOST_SHARE`), which bounds recomputed work.
     4. *Ageing* (:class:`AgedLane`): the ``max(1, aged_share * running)`` oldest requests that have
        waited longer than ``patience_s`` get a share of the time whatever is guaranteed, and are not
        evicted. From twice the patience on, no best-effort request behind one starts until it fits.
@@ -316,8 +311,6 @@ class BestEffort:
 
     def __init__(self, options: BestEffortOptions | None = None) -> None:
         options = options or BestEffortOptions()
-        self._reserve = options.reserve
-        self._lost_share = options.lost_share
         self._lane = AgedLane(options.patience_s, options.aged_share)
         self._closed_until_s = -inf
         self.patience_s = options.patience_s
@@ -435,15 +428,15 @@ class BestEffort:
         ones, with the reserve left free; none passes an ``overdue`` one that does not fit. The
         budget counts the blocks of the rows from ``yielding`` on as free."""
         budget, table = batch.budget, batch.table
-        waiting = waiting[: max(0, batch.sequences_left - int(self._reserve * budget.sequences))]
+        waiting = waiting[: max(0, batch.sequences_left - int(RESERVE * budget.sequences))]
         if not len(waiting):
             return waiting
         running = table[:, RUNNING] > 0
         total = budget.kv_blocks + float(table[:yielding][running[:yielding], KV_BLOCKS].sum())
         claims = blocks_to_come(table, batch.granted, budget.block_tokens)
         active = running | (batch.granted > 0)
-        most = total - self._reserve * total
-        room = batch.free_blocks - self._reserve * total - claims[active].sum()
+        most = total - RESERVE * total
+        room = batch.free_blocks - RESERVE * total - claims[active].sum()
         fits = fitting(np.minimum(claims[waiting], most), room)
         stopped = np.flatnonzero(~fits & np.isin(waiting, overdue))
         if len(stopped):
@@ -451,10 +444,10 @@ class BestEffort:
         return waiting[fits]
 
     def _charge(self, computed: Floats, now_s: float, latency: LatencyModel) -> None:
-        """Close admission until the loss of ``computed`` tokens is within ``lost_share``."""
+        """Close admission until the loss of ``computed`` tokens is within :data:`LOST_SHARE`."""
         lost_s = sum(latency.work_s(int(tokens), 0) for tokens in computed if tokens)
         if lost_s > 0:
-            self._closed_until_s = max(self._closed_until_s, now_s) + lost_s / self._lost_share
+            self._closed_until_s = max(self._closed_until_s, now_s) + lost_s / LOST_SHARE
 
 
 def longest_wait_s(table: Floats, now_s: float) -> float:

@@ -99,7 +99,7 @@ def labels(edge: Edge) -> set[str]:
 async def test_a_thousand_hostile_requests_break_nothing_and_leave_nothing(tmp_path: Path) -> None:
     config = RouterConfig(
         api_keys=(ApiKey(key=SecretStr(KEY), name="acme"),),
-        batches=BatchesConfig(directory=tmp_path, max_files_per_key=10_000),
+        batches=BatchesConfig(directory=tmp_path),
     )
     async with attacked(config) as system:
         assert (await system.good()).statuses == [200]

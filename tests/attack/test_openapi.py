@@ -43,7 +43,7 @@ class Asked:
     """One router, asked again and again on one event loop."""
 
     def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
-        batches = BatchesConfig(directory=folder, max_files_per_key=10_000)
+        batches = BatchesConfig(directory=folder)
         self.edge = Edge(FarSide(a=serve), config=CONFIG.model_copy(update={"batches": batches}))
         self._runner = runner
 

@@ -111,7 +111,7 @@ async def test_a_request_that_went_elsewhere_ends_its_reservation_too() -> None:
 
 
 async def test_a_reservation_ends_by_release_and_by_age() -> None:
-    controller, clock = make(reservation_ttl_s=5, stale_after_s=60, forget_after_s=90)
+    controller, clock = make(reservation_ttl_s=5, stale_after_s=60)
     await controller.hello(hello("a"))
     await controller.route([query(1), query(2)])
     await controller.release([1, 77])
@@ -334,7 +334,7 @@ FIRST = (1.0 - PRIOR, 0.1 * (1.0 - PRIOR), None)
 
 
 async def test_how_promises_end_moves_the_margin_with_which_the_next_are_planned() -> None:
-    controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
+    controller, _ = make(admission="moore_hodgson", stale_after_s=60)
     await controller.hello(hello("a"))
 
     async def promise(name: str) -> RouteDecision:
@@ -361,7 +361,7 @@ async def test_how_promises_end_moves_the_margin_with_which_the_next_are_planned
 
 
 async def test_a_later_stage_that_is_late_teaches_though_the_first_token_was_early() -> None:
-    controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
+    controller, _ = make(admission="moore_hodgson", stale_after_s=60)
     await controller.hello(hello("a"))
     slo = SLO.of_stages((Stage(1.0, 0.2, tokens=20), Stage(0.5, 0.1)))
     names = ["x" * (number + 1) for number in range(12)]
@@ -380,7 +380,7 @@ async def test_a_later_stage_that_is_late_teaches_though_the_first_token_was_ear
 
 
 async def test_a_promise_that_is_missed_teaches_while_it_goes_on() -> None:
-    controller, _ = make(admission="moore_hodgson", stale_after_s=60, forget_after_s=90)
+    controller, _ = make(admission="moore_hodgson", stale_after_s=60)
     await controller.hello(hello("a"))
     names = ["x" * (number + 1) for number in range(12)]
     for name in names:

@@ -36,7 +36,7 @@ from tests.own_ray import shared_ray
 
 pytestmark = pytest.mark.ray
 
-CONFIG = ControllerConfig(admission="none", aged_after_s=60, stale_after_s=60, forget_after_s=120)
+CONFIG = ControllerConfig(admission="none", stale_after_s=120)
 
 
 @pytest.fixture(scope="module", autouse=True)

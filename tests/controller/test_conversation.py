@@ -31,7 +31,7 @@ from sluice.scheduling.roles import Role
 from tests.controller.fleet import PROFILE, Clock, summary, waiting_row
 from tests.examples import examples
 
-CONFIG = ControllerConfig(aged_after_s=20, stale_after_s=40, forget_after_s=80)
+CONFIG = ControllerConfig(stale_after_s=40)
 INFO = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, PROFILE)
 ROLES: tuple[Role, ...] = ("mixed", "mixed", "prefill", "decode")
 CAPACITY = 64

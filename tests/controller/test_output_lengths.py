@@ -18,7 +18,7 @@ class Site:
     """A controller of one idle replica whose steps take 4 ms, and its router."""
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
-        config = config or ControllerConfig(stale_after_s=60, forget_after_s=90)
+        config = config or ControllerConfig(stale_after_s=60)
         self.controller = ObservedController(config, Clock())
         self.keys = 0
 
@@ -97,7 +97,7 @@ async def test_what_a_router_leaves_out_teaches_nothing() -> None:
 
 
 async def test_a_stated_range_is_what_counts() -> None:
-    stated = ControllerConfig(output_tokens={"chat": (10, 60)}, stale_after_s=60, forget_after_s=90)
+    stated = ControllerConfig(output_tokens={"chat": (10, 60)}, stale_after_s=60)
     site = await site_of(stated)
     assert (await site.ask(1.0)).tier is Tier.GUARANTEED
     await site.end(*[600] * 200)

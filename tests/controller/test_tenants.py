@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from sluice.controller.config import ControllerConfig
 from sluice.router.tenancy.auth import ApiKey, client_of
-from sluice.router.tenancy.limits import ANYONE, Client
+from sluice.router.tenancy.limits import ANYONE, Client, TenantLimits
 from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, delta, free_row, hello, waiting_row
@@ -83,7 +83,9 @@ async def run(rates: dict[Client, int], seconds: float, apart: bool = True) -> R
 
 
 def client(name: str, weight: float = 1.0) -> Client:
-    return client_of(ApiKey(key=SecretStr(f"secret-of-{name}"), name=name, weight=weight))
+    return client_of(
+        ApiKey(key=SecretStr(f"secret-of-{name}"), name=name, limits=TenantLimits(weight=weight))
+    )
 
 
 async def test_who_asks_for_less_than_its_share_gets_it_and_nothing_is_lost_by_that() -> None:

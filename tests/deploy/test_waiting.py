@@ -160,16 +160,6 @@ def test_deploy_says_that_this_is_no_dashboard(tmp_path: Path, body: Any) -> Non
     assert result.stderr.count("\n") == 1 and address in result.stderr
 
 
-def test_a_header_for_the_collector_is_not_handed_over(tmp_path: Path) -> None:
-    dashboard = Dashboard(runs())
-    secret = "a-secret-of-the-collector"
-    tracing = f"telemetry: {{tracing: {{headers: {{authorization: {secret}}}}}}}\n"
-    result = dashboard.run(tmp_path, config=CONFIG + tracing)
-    assert result.exit_code == Exit.FAILED
-    assert "OTEL_EXPORTER_OTLP_HEADERS" in result.stderr and secret not in result.output
-    assert dashboard.put is None
-
-
 def test_a_token_that_is_none_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "first-line\nsecond-line")
     result = Dashboard(runs()).run(tmp_path)

@@ -20,11 +20,11 @@ from sluice.deploy.ray_start import free_port
 from sluice.scheduling.placement.cells import cell_of
 from tests.own_ray import shared_ray
 
-PATIENT = {"aged_after_s": 60, "stale_after_s": 80, "forget_after_s": 100}
+PATIENT = {"stale_after_s": 120}
 """Of the controller, where a test expects promises: on a busy machine a report comes late, and at a
 silent replica nothing is promised."""
 
-LENIENT = {"aged_after_s": 8, "stale_after_s": 9}
+LENIENT = {"stale_after_s": 16}
 """The same where replicas also end without a word, and the controller is to notice."""
 
 ASKING = {"decision_timeout_s": 3}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 _BODY = {"model": "sim", "prompt": "word " * 100, "max_tokens": 40}
 _OBJECTIVE = {"slo": {"ttft_ms": 3000, "tpot_ms": 200}}
 _FIELDS = {
-    "controller": {**LENIENT, "forget_after_s": 10},
+    "controller": LENIENT,
     "router": {
         **ASKING,
         "classes": {

@@ -48,7 +48,6 @@ FIELDS: dict[str, Any] = {
     "replica": {
         "num_cpus": 0.1,
         "drain_timeout_s": 10,
-        "health_check_period_s": 0.5,
         # Engines stand still here until others have come to where they are to be, and are not left.
         "hung_after_s": 600,
         "pools": {

@@ -38,7 +38,6 @@ FIELDS: dict[str, Any] = {
     "replica": {
         "num_cpus": 0.1,
         "drain_timeout_s": 10,
-        "health_check_period_s": 0.5,
         "pools": {
             "prefill": {"count": 2},
             "decode": {"count": 1},

@@ -45,7 +45,7 @@ def entry(key: str, name: str, more: str = "") -> str:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of keys."""
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
-    limits = f", requests_per_minute: {PER_MINUTE}, burst_s: {BURST_S}"
+    limits = f", limits: {{requests_per_minute: {PER_MINUTE}, burst_s: {BURST_S}}}"
     path.write_text(entry("limited", "acme", limits) + entry("old-key", "other"))
     return path
 

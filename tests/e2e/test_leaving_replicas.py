@@ -36,7 +36,7 @@ FIELDS = {
     "replica": {"count": 2, "num_cpus": 0.1},
     # A silent replica is silent in earnest, however busy the machine is.
     # By chance both replicas are in one of the two cells, or each in its own.
-    "controller": {"cells": 2, "aged_after_s": 4, "stale_after_s": 60, "forget_after_s": 100},
+    "controller": {"cells": 2, "stale_after_s": 8},
     # What looks for replicas that hang does not come first.
     "router": {
         "replicas": 1,

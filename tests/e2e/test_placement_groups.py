@@ -62,7 +62,7 @@ def deploy(cluster: Cluster, models: dict[str, Any], timeout_s: float = START_S)
     data = {
         "controller": {**LENIENT, "policy": "round_robin"},
         "engine": {"kind": "simulated"},
-        "replica": {"num_cpus": 0.5, "health_check_period_s": 0.5, "drain_timeout_s": 1},
+        "replica": {"num_cpus": 0.5, "drain_timeout_s": 1},
         "router": {"replicas": 1, "port": cluster.port},
         "models": models,
     }

@@ -57,7 +57,6 @@ def configuration(cluster: Cluster, replicas: int, port: int | None = None) -> s
             "count": replicas,
             "num_cpus": 0.5,
             "max_per_node": 1,
-            "health_check_period_s": 0.5,
         },
         "router": {"replicas": 2, "port": port or cluster.port, "admin": {"keys": [KEY]}},
     }

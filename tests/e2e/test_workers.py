@@ -34,7 +34,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             "grammar_check_s": 0,
             "vllm_args": {"max-model-len": 2048, "block-size": 32, "pipeline-parallel-size": 2},
         },
-        "replica": {"count": 2, "health_check_period_s": 0.5},
+        "replica": {"count": 2},
         "router": ASKING,
     }
     with system(fields) as started:

@@ -422,10 +422,6 @@ def test_the_schema_refuses(values: Document) -> None:
         ({"config": {"router": {"admin": {"keys": ["a"]}}}}, "use adminKeys"),
         ({"config": {"router": {"metrics": {"keys_file": "/a"}}}}, "use metricsKeys"),
         (
-            {"config": {"telemetry": {"tracing": {"headers": {"authorization": "secret"}}}}},
-            "OTEL_EXPORTER_OTLP_HEADERS",
-        ),
-        (
             {
                 "monitoring": {"serviceMonitor": {"enabled": True}},
                 "apiKeys": {"existingSecret": "a"},

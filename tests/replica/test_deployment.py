@@ -71,7 +71,7 @@ async def replicas(cluster: None) -> AsyncIterator[Any]:
                 model="model",
                 simulated=SimulatedEngineConfig(step_s=0.005, token_s=0, context_token_s=0),
             ),
-            ReplicaConfig(drain_timeout_s=10, health_check_period_s=0.5),
+            ReplicaConfig(drain_timeout_s=10),
             CONTROLLER,
         )
     )

@@ -45,7 +45,7 @@ async def running(step_s: float = 0.0) -> AsyncIterator[Replica]:
     )
     port = DirectPort("127.0.0.1")
     await port.start()  # or what the engine makes meanwhile would come in one event
-    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.05, max_live_requests=8)
+    config = ReplicaConfig(report_interval_s=0.001, max_live_requests=8)
     replica = Replica("replica-1", "node-1", engine, config, MirrorOfOne(), port=port)
     await replica.start()
     try:

@@ -42,7 +42,7 @@ async def running(step_s: float = 0.0) -> AsyncIterator[tuple[Ranks, ObservedCon
         simulated=SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0),
         vllm_args={"data-parallel-size": RANKS},
     )
-    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.05, hung_after_s=0.1)
+    config = ReplicaConfig(report_interval_s=0.001, hung_after_s=0.1)
     controller = ObservedController(CONTROLLER)
     names, engines = names_of("abc", RANKS), make_engines(engine, "abc", 8, 0)
     ranks = Ranks(

@@ -44,7 +44,7 @@ class Bench:
             self.table.read,
             INFO,
             self.mirror,
-            ReplicaConfig(report_interval_s=INTERVAL_S, heartbeat_s=HEARTBEAT_S),
+            ReplicaConfig(report_interval_s=INTERVAL_S),
             Membership("replica-1", "node-1", capacity, elastic=True),
             lambda: self.live,
             lambda _: self.hung,
@@ -219,7 +219,7 @@ def idle_reporter(table: StateTable, mirror: MirrorOfOne, config: ReplicaConfig)
 async def test_the_task_reports_changes_and_says_goodbye() -> None:
     table = StateTable.create(8)
     mirror = MirrorOfOne()
-    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=10)
+    config = ReplicaConfig(report_interval_s=0.001)
     reporter = idle_reporter(table, mirror, config)
     reporter.start()
     await until(lambda: reporter.registered)
@@ -281,7 +281,7 @@ async def test_a_refused_message_does_not_end_the_reports() -> None:
 
     table = StateTable.create(8)
     mirror = Refusing()
-    config = ReplicaConfig(report_interval_s=0.001, heartbeat_s=0.01)
+    config = ReplicaConfig(report_interval_s=0.001)
     reporter = idle_reporter(table, mirror, config)
     reporter.start()
     await until(lambda: reporter.registered)

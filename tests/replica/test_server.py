@@ -47,9 +47,7 @@ async def running(
     **config: Any,
 ) -> AsyncIterator[Replica]:
     truth = SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0, kv_blocks=64)
-    replica_config = ReplicaConfig(
-        **{"report_interval_s": 0.001, "heartbeat_s": 0.05, "max_live_requests": 8, **config}
-    )
+    replica_config = ReplicaConfig(**{"report_interval_s": 0.001, "max_live_requests": 8, **config})
     engine = engine_type(
         EngineConfig(kind="simulated", policy="fcfs", simulated=truth),
         "replica-1",
@@ -349,7 +347,7 @@ async def tracing(tracer: Tracer, max_live: int = 8) -> AsyncIterator[Replica]:
 
 
 def tracer_to(exporter: InMemorySpanExporter) -> Tracer:
-    return Tracer(TracingConfig(enabled=True), "replica-1", exporter)
+    return Tracer(TracingConfig(), "replica-1", exporter)
 
 
 def traced_completion(trace: dict[str, str], **body: object) -> EngineRequest:

@@ -105,21 +105,6 @@ def test_times_are_those_of_the_latency_model() -> None:
     assert summary["last_step_s"] == pytest.approx(third - second)
 
 
-def test_steps_drift_to_a_factor_and_back() -> None:
-    truth = {"step_s": 0.01, "token_s": 0.0, "context_token_s": 0.0}
-    bench = Bench(**truth, drift=1.5, drift_period_s=8.0)
-    bench.submit("a", 10, 2_000)
-    steps: list[tuple[float, float]] = []
-    while bench.now_s < 8.0:
-        begun_s = bench.now_s
-        bench.step()
-        steps.append((begun_s, (bench.now_s - begun_s) / 0.01))
-    assert steps[0][1] == pytest.approx(1.0)
-    assert max(factor for _, factor in steps) == pytest.approx(1.5, abs=0.01)
-    for begun_s, factor in steps:
-        assert factor == pytest.approx(1.5 - 0.5 * abs(begun_s - 4.0) / 4.0)
-
-
 def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     bench = Bench(max_batch_tokens=4)
     bench.submit("a", 10, 2)

@@ -133,11 +133,11 @@ def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:
 
 def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
     settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
-    transfer = TransferConfig(connector="tcp", keep_s=7.0)
+    transfer = TransferConfig(connector="tcp", timeout_s=7.0)
     parsed = parse_arguments({}, "m", "m", settings, transfer=transfer)
     config = parsed.kv_transfer_config
     assert (config.kv_role, config.kv_load_failure_policy) == ("kv_both", "recompute")
-    assert config.kv_connector_extra_config["sluice"]["keep_s"] == 7.0
+    assert config.kv_connector_extra_config["sluice"]["timeout_s"] == 7.0
     given = {"kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
     # Without Sluice's hand-over an operator may use a connector for other ends.
     assert parse_arguments(given, "m", "m", settings).kv_transfer_config.kv_connector == "X"

@@ -45,7 +45,7 @@ async def test_vllm_tells_when_a_request_ran_and_traces_it_itself(
             latency_profile=known_profile(tmp_path),
             grammar_check_s=0,
         )
-        tracer = Tracer(TracingConfig(enabled=True, endpoint=at.url), "replica-1")
+        tracer = Tracer(TracingConfig(endpoint=at.url), "replica-1")
         engine = VllmEngine(config, "replica-1", 8, traced=True)
         replica = Replica("replica-1", "node-1", engine, ReplicaConfig(), MirrorOfOne(), tracer)
         try:

@@ -33,7 +33,7 @@ from tests.router.far_side import Behaviour, Edge, FarSide
 from tests.router.local_controller import LocalController
 
 NAMES = ("replica-1", "replica-2")
-PATIENT = ControllerConfig(aged_after_s=60, stale_after_s=80, forget_after_s=100)
+PATIENT = ControllerConfig(stale_after_s=120)
 
 
 class Forgiving(LocalController):

@@ -148,7 +148,10 @@ async def test_open_is_for_this_machine_and_not_for_pages_of_other_sites() -> No
         ({"picker": {"port": 9002}, "metrics": {"access": "open"}}, "picker.port"),
         ({"admin": {"access": "open", "keys": [ADMIN]}}, "would open nothing"),
         ({"admin": {"access": "yes"}}, "off"),
-        ({"admin": {"keys": [{"key": ADMIN, "max_priority": 3}]}}, "only key or sha256"),
+        (
+            {"admin": {"keys": [{"key": ADMIN, "limits": {"max_priority": 3}}]}},
+            "only key or sha256",
+        ),
         ({"admin": {"keys": ["with space"]}}, "printable ASCII"),
         ({"api_keys": [ADMIN], "admin": {"keys": [ADMIN]}}, "is also an API or metrics key"),
         ({"admin": {"kyes": []}}, "router.admin.kyes"),

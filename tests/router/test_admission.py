@@ -35,9 +35,7 @@ CONFIG = RouterConfig(
     classes={
         "standard": ServiceClass(ttft_ms=400, tpot_ms=200),
         "strict": ServiceClass(ttft_ms=400, when_unattainable="reject"),
-        "patient": ServiceClass(
-            ttft_ms=9_000, when_unattainable="queue", queue_limit_s=3, queue_length=2
-        ),
+        "patient": ServiceClass(ttft_ms=9_000, when_unattainable="queue", queue_limit_s=3),
         "free": ServiceClass(when_unattainable="reject"),
     }
 )

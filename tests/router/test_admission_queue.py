@@ -54,8 +54,12 @@ class Queue:
         self.fleet = fleet
         self.time = VirtualTime()
         self.metrics = RouterMetrics()
-        entry = ServiceClass(when_unattainable="queue", queue_limit_s=limit_s, queue_length=length)
-        self.line = AdmissionQueue("c", entry, self.metrics.admission, self.time, self.time.pause)
+        entry = ServiceClass(when_unattainable="queue", queue_limit_s=limit_s)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sluice.router.dispatch.placement.MAX_WAITING", length)
+            self.line = AdmissionQueue(
+                "c", entry, self.metrics.admission, self.time, self.time.pause
+            )
         self.served: list[int] = []
         self.errors: dict[int, ApiError] = {}
         self.tasks: list[asyncio.Task[None]] = []
@@ -379,7 +383,8 @@ async def test_a_queue_ttl_shortens_the_wait_that_the_class_allows_and_never_ext
         assert f"within {ends_s:g} seconds" in error["message"]
 
 
-async def test_a_full_line_refuses() -> None:
+async def test_a_full_line_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.router.dispatch.placement.MAX_WAITING", 2)
     time = VirtualTime()
     edge = edge_of(unattainable(), clock=time)
     calls = [asyncio.create_task(post(edge, "patient")) for _ in range(3)]

@@ -18,7 +18,6 @@ from tests.router.virtual_time import VirtualTime, settle
 
 CONFIG = RouterConfig(
     start_wait_s=100,
-    start_queue_length=3,
     classes={
         "standard": ServiceClass(ttft_ms=60_000),
         "strict": ServiceClass(ttft_ms=2_000, when_unattainable="reject"),
@@ -91,7 +90,8 @@ async def test_a_start_that_has_become_too_slow_ends_the_wait() -> None:
     assert (await answered).json()["error"]["code"] == "slo_unattainable"
 
 
-async def test_no_more_wait_than_may_and_none_for_longer() -> None:
+async def test_no_more_wait_than_may_and_none_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.router.dispatch.placement.MAX_WAITING", 3)
     edge, clock = asleep(STARTS)
     calls = [asyncio.create_task(post(edge)) for _ in range(4)]
     await settle()

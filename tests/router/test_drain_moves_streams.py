@@ -42,7 +42,7 @@ class Replicas(FarSide):
         self.channels = Channels(self.find)
 
     async def start(self, name: str) -> None:
-        config = ReplicaConfig(report_interval_s=0.01, heartbeat_s=0.1)
+        config = ReplicaConfig(report_interval_s=0.01)
         engine = SimulatedEngine(
             EngineConfig(kind="simulated", model="m", simulated=TRUTH), name, 64
         )

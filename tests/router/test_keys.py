@@ -115,7 +115,7 @@ async def test_a_swapped_secret_is_taken_in_and_what_is_left_out_goes(tmp_path: 
     assert await ring.reload()
     assert who(ring, "old-key") == who(ring, "new-key") == acme
 
-    mount.swap(f"- {{sha256: {digest('new-key')}, name: acme, max_priority: 2}}\n")
+    mount.swap(f"- {{sha256: {digest('new-key')}, name: acme, limits: {{max_priority: 2}}}}\n")
     assert await ring.reload()
     assert who(ring, "old-key") is None
     renewed = who(ring, "new-key")
@@ -275,11 +275,11 @@ def test_keys_that_open_no_models_have_no_caps(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text("- {key: s3cret-s3cret, name: prometheus}\n")
     assert who(KeyRing([], path), "s3cret-s3cret")
-    path.write_text("- {key: s3cret-s3cret, requests_per_minute: 5}\n")
+    path.write_text("- {key: s3cret-s3cret, limits: {requests_per_minute: 5}}\n")
     with pytest.raises(ValueError, match="may have only key or sha256, and name"):
         KeyRing([], path)
     for name in ("metrics", "admin"):
-        keys = [{"key": "s3cret-s3cret", "requests_per_minute": 5}]
+        keys = [{"key": "s3cret-s3cret", "limits": {"requests_per_minute": 5}}]
         with pytest.raises(ValueError, match=rf"an entry of {name}\.keys may have only key or sha"):
             parse_config({"router": {name: {"keys": keys}}})
 

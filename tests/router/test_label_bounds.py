@@ -103,7 +103,7 @@ def _odd_request(chance: random.Random, number: int) -> tuple[str, dict[str, Any
 async def test_nothing_that_a_client_sends_makes_series_without_end() -> None:
     """No label has a value that is neither configured nor one of the code's own."""
     keys = [
-        {"key": f"key-{index}", "name": f"client-{index}", "max_priority": 1 + index}
+        {"key": f"key-{index}", "name": f"client-{index}", "limits": {"max_priority": 1 + index}}
         for index in range(NAMED)
     ]
     config = RouterConfig.model_validate({"api_keys": keys})

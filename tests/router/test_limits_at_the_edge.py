@@ -112,8 +112,8 @@ def keyed(*keys: ApiKey, **more: Any) -> RouterConfig:
     return RouterConfig(api_keys=keys, **more)
 
 
-def key(secret: str = "secret-1", **caps: Any) -> ApiKey:
-    return ApiKey(key=SecretStr(secret), **caps)
+def key(secret: str = "secret-1", name: str | None = None, **caps: Any) -> ApiKey:
+    return ApiKey(key=SecretStr(secret), name=name, limits=TenantLimits(**caps))
 
 
 def bearer(secret: str) -> dict[str, str]:

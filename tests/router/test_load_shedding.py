@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Histogram
@@ -30,6 +31,7 @@ from sluice.router.ingress.middleware import (
 )
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.auth import ApiKey
+from sluice.router.tenancy.limits import TenantLimits
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.virtual_time import VirtualTime, settle
@@ -212,19 +214,25 @@ async def never() -> Message:
 def keyed(**more: Any) -> RouterConfig:
     keys = (
         ApiKey(key=SecretStr("key-1"), name="acme"),
-        ApiKey(key=SecretStr("key-2"), name="slow", requests_per_minute=1e-6, burst_s=1),
-        ApiKey(key=SecretStr("key-3"), name="few", max_in_flight=1),
+        ApiKey(
+            key=SecretStr("key-2"),
+            name="slow",
+            limits=TenantLimits(requests_per_minute=1e-06, burst_s=1),
+        ),
+        ApiKey(key=SecretStr("key-3"), name="few", limits=TenantLimits(max_in_flight=1)),
     )
     return RouterConfig(api_keys=keys, **more)
 
 
-async def test_a_probe_of_health_waits_for_no_refusal() -> None:
+async def test_a_probe_of_health_waits_for_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.router.ingress.middleware.REFUSALS_PER_S", 1.0)
+
     class Nobody(FarSide):
         async def models(self) -> dict[str, object]:
             raise ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.")
 
     time = VirtualTime()
-    edge = Edge(Nobody(a=serve), config=keyed(refusals_per_s=1.0), clock=time)
+    edge = Edge(Nobody(a=serve), config=keyed(), clock=time)
     async with edge.client() as client:
         client.headers["authorization"] = "Bearer key-2"
         refused = [asyncio.create_task(client.post(CHAT, content=b"x")) for _ in range(9)]

@@ -41,7 +41,7 @@ CLASSES = {
     "standard": SLO(2.0, 0.1, priority=2, service_class="standard"),
     "batch": SLO(service_class="batch"),
 }
-PATIENT = ControllerConfig(aged_after_s=3_000, stale_after_s=3_600, forget_after_s=7_200)
+PATIENT = ControllerConfig(stale_after_s=6_000)
 """Replicas that say hello once count as alive."""
 
 

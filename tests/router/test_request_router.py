@@ -54,7 +54,7 @@ pytestmark = [
 APP = "hints"
 _LARGE_BYTES = 9 << 20
 """Above the 4 MiB that gRPC allows where nothing is set."""
-CONTROLLER = ControllerConfig(aged_after_s=50, stale_after_s=60, forget_after_s=120)
+CONTROLLER = ControllerConfig(stale_after_s=100)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -378,8 +378,11 @@ async def test_a_client_that_leaves_while_its_stream_is_resumed_stops_that() -> 
 
 
 @virtual
-async def test_the_budget_of_retries_holds_for_streams_and_for_new_requests() -> None:
-    spent = RouterConfig(retry_budget=RetryBudgetConfig(ratio=0, floor=1, window_s=3_600))
+async def test_the_budget_of_retries_holds_for_streams_and_for_new_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.router.dispatch.retries.WINDOW_S", 3_600)
+    spent = RouterConfig(retry_budget=RetryBudgetConfig(ratio=0, floor=1))
     router = edge(4, 5, config=spent)
     stream = await text(router, "/v1/completions")
     assert "stream_broken" in stream

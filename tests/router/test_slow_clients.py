@@ -27,6 +27,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.response import TimeoutSend
 from sluice.router.serve.contract import StalledReaderError
 from sluice.router.tenancy.auth import ApiKey
+from sluice.router.tenancy.limits import TenantLimits
 from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
 from tests.router.virtual_time import VirtualTime, settle
 
@@ -163,15 +164,22 @@ async def test_a_cancellation_from_elsewhere_passes_a_patient_send() -> None:
     assert this is not None and this.cancelling() == 0
 
 
-async def test_hundreds_of_refused_and_slow_requests_leave_nothing_behind() -> None:
+async def test_hundreds_of_refused_and_slow_requests_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """1,000 that are refused, by everything that refuses, and 200 that are slow, all at once."""
+    monkeypatch.setattr("sluice.router.ingress.middleware.REFUSALS_PER_S", 20.0)
     time = VirtualTime()
     keys = (
         ApiKey(key=SecretStr(KEY), name="acme"),
-        ApiKey(key=SecretStr("key-2"), name="often", requests_per_minute=1e-6, burst_s=1),
-        ApiKey(key=SecretStr("key-3"), name="full", max_in_flight=1),
+        ApiKey(
+            key=SecretStr("key-2"),
+            name="often",
+            limits=TenantLimits(requests_per_minute=1e-06, burst_s=1),
+        ),
+        ApiKey(key=SecretStr("key-3"), name="full", limits=TenantLimits(max_in_flight=1)),
     )
-    config = RouterConfig(api_keys=keys, refusals_per_s=20.0)
+    config = RouterConfig(api_keys=keys)
     edge = Edge(FarSide(a=stall), config=config, clock=time)
 
     def left() -> tuple[int, float, float, float, int, int]:

@@ -227,8 +227,11 @@ async def test_what_cannot_go_on_elsewhere_waits_for_its_replica() -> None:
 
 
 @virtual
-async def test_no_more_leave_at_once_than_the_budget_pays_for() -> None:
-    budget = RetryBudgetConfig(ratio=0, floor=2, window_s=20)
+async def test_no_more_leave_at_once_than_the_budget_pays_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.router.dispatch.retries.WINDOW_S", 20)
+    budget = RetryBudgetConfig(ratio=0, floor=2)
     config = RouterConfig(retry_budget=budget)
     router = edge(config, r0=freezing(0), r1=simulated(), decisions=(*["r0"] * 5, "r1"))
     streams = [await asked(router) for _ in range(5)]

@@ -162,7 +162,7 @@ async def test_who_has_no_key_is_in_the_log_without_what_was_tried(lines: Lines)
 
 def traced(**config: object) -> tuple[Telemetry, InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
-    settings = TracingConfig.model_validate({"enabled": True, **config})
+    settings = TracingConfig.model_validate(config)
     return Telemetry(LogsConfig(), Tracer(settings, "router-1", exporter)), exporter
 
 

@@ -34,8 +34,8 @@ def read(caps: TenantLimits, body: dict[str, Any] | None = None, **headers: str)
     return READER.read(body or {}, raw, caps)
 
 
-def key(secret: str = "secret-1", **more: Any) -> ApiKey:
-    return ApiKey(key=SecretStr(secret), **more)
+def key(secret: str = "secret-1", name: str | None = None, **caps: Any) -> ApiKey:
+    return ApiKey(key=SecretStr(secret), name=name, limits=TenantLimits(**caps))
 
 
 def test_what_is_within_the_caps_is_served_as_asked() -> None:
@@ -199,21 +199,28 @@ def test_the_holder_of_a_key_is_known_by_name_and_by_a_lasting_id() -> None:
     ("entries", "message"),
     [
         ([{"name": "a"}], "needs either key or sha256"),
-        ([{"key": "s3cret", "max_priority": 11}], "max_priority"),
+        ([{"key": "s3cret", "limits": {"max_priority": 11}}], "max_priority"),
         ([{"key": "s3cret", "name": "two words"}], "must match"),
         ([{"key": "s3cret", "name": "unnamed"}], "not be 'unnamed'"),
-        ([{"key": "s3cret", "classes": []}], "classes"),
-        ([{"key": "s3cret", "classes": ["gold"]}], r"\['gold'\]; known are: batch, inter"),
-        ([{"key": "s3cret", "beyond": "ignore"}], "'clamp' or 'refuse'"),
+        ([{"key": "s3cret", "limits": {"classes": []}}], "classes"),
+        (
+            [{"key": "s3cret", "limits": {"classes": ["gold"]}}],
+            r"\['gold'\]; known are: batch, inter",
+        ),
+        ([{"key": "s3cret", "limits": {"beyond": "ignore"}}], "'clamp' or 'refuse'"),
         ([{"key": "s3cret"}, "s3cret"], "two entries of api_keys have the same key"),
         (
-            [{"key": "s3cret", "name": "a"}, {"key": "t", "name": "a", "max_priority": 2}],
+            [
+                {"key": "s3cret", "name": "a"},
+                {"key": "t", "name": "a", "limits": {"max_priority": 2}},
+            ],
             "named 'a' have different limits",
         ),
         ([{"key": "s3cret", "sha256": "0" * 64}], "needs either key or sha256"),
         ([{"sha256": "s3cret"}], "64 hexadecimal digits"),
         ([{"key": "s3cret"}, {"sha256": sha256(b"s3cret").hexdigest()}], "have the same key"),
-        ([{"s3cret": {"max_priority": 2}}], "an unknown field; allowed are"),
+        ([{"s3cret": {"max_priority": 2}}], "an unknown field; allowed are key"),
+        ([{"key": "t", "limits": {"s3cret": 2}}], "an unknown field; allowed are classes"),
         ({"s3cret": {"max_priority": 2}}, "tuple"),
         ([{"key": ["s3cret"]}], "valid string"),
         ([{"key": "s3cret é"}], "printable ASCII"),

@@ -428,18 +428,24 @@ async def test_discovery_leads_to_safe_keys_of_this_issuer_only(
     assert verifier.refusal(issuer.sign()).rule.status == 503
 
 
-async def test_an_issuer_that_does_not_answer_is_given_up(issuer: Issuer) -> None:
-    verifier = await reading(issuer, timeout_s=0.01, jwks_url="http://127.0.0.1:9/jwks")
+async def test_an_issuer_that_does_not_answer_is_given_up(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "TIMEOUT_S", 0.01)
+    verifier = await reading(issuer, jwks_url="http://127.0.0.1:9/jwks")
     assert verifier.refusal(issuer.sign()).reason is Reason.ISSUER_UNAVAILABLE
     silent = await asyncio.start_server(lambda *_: asyncio.Event().wait(), "127.0.0.1", 0)
     async with silent:
         port = silent.sockets[0].getsockname()[1]
-        verifier = await reading(issuer, timeout_s=0.01, jwks_url=f"http://127.0.0.1:{port}/jwks")
+        verifier = await reading(issuer, jwks_url=f"http://127.0.0.1:{port}/jwks")
         assert verifier.sample("sluice_issuer_broken") == 1
 
 
-async def test_keys_of_an_issuer_that_is_down_are_used_for_a_bounded_time(issuer: Issuer) -> None:
-    verifier = await reading(issuer, stale_s=600)
+async def test_keys_of_an_issuer_that_is_down_are_used_for_a_bounded_time(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "STALE_S", 600)
+    verifier = await reading(issuer)
     token = issuer.sign().encode()
     cached = issuer.sign({"tenant": "cached"}).encode()
     verifier.check(cached)
@@ -501,7 +507,6 @@ _JSON = st.recursive(
         ({"default_limits": None}, "limits or default_limits must be set"),
         ({"default_limits": {"classes": ["gold"]}}, "issuers.corp names unknown classes"),
         ({"limits": {"a": {"classes": ["gold"]}}}, "known are: batch, interactive, standard"),
-        ({"leeway_s": 301}, "less than or equal to 300"),
     ],
 )
 def test_a_configuration_that_accepts_too_much_or_nothing_is_refused(
@@ -591,13 +596,17 @@ async def test_without_keys_and_with_an_issuer_nothing_is_open(issuer: Issuer) -
         assert document["security"] == [{"key": []}]
 
 
-async def test_refusals_while_keys_are_unknown_delay_no_client_with_access(issuer: Issuer) -> None:
+async def test_refusals_while_keys_are_unknown_delay_no_client_with_access(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Anyone can name the issuer in a token, so these refusals wait with those of wrong keys."""
+    monkeypatch.setattr("sluice.router.ingress.middleware.REFUSALS_PER_S", 1.0)
     clock = Clock()
     router = RouterConfig(
-        api_keys=(ApiKey(key=SecretStr("slow"), requests_per_minute=1, burst_s=60),),
+        api_keys=(
+            ApiKey(key=SecretStr("slow"), limits=TenantLimits(requests_per_minute=1, burst_s=60)),
+        ),
         issuers={"corp": issuer.config()},
-        refusals_per_s=1,
     )
     edge = Edge(FarSide(a=serve), config=router, clock=clock)
     async with edge.client() as client:  # not started, so it has no keys

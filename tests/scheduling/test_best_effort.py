@@ -246,10 +246,9 @@ def test_a_best_effort_request_begins_only_with_a_reserve_to_spare() -> None:
     chat = decode("chat", SLO(ttft_s=1.0, tpot_s=10.0), context=1_600)._replace(expected_tokens=2.0)
     batch = behind(prefill("batch", 160))._replace(expected_tokens=160.0)
     # Its whole length takes 20 blocks; one more is for the running one, and 10 % for newcomers.
-    options = BestEffortOptions(reserve=0.1)
     for free, begins in ((20, False), (34, False), (35, True)):
         budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=free, block_tokens=16)
-        made = plan(chat, batch, policy=make_policy("fcfs", {}, options), budget=budget)
+        made = plan(chat, batch, policy=make_policy("fcfs", {}), budget=budget)
         assert ("batch" in dict(made.entries)) == begins
 
 
@@ -263,19 +262,19 @@ def test_what_best_effort_requests_hold_is_counted_once_for_the_reserve() -> Non
 
 
 def test_after_an_eviction_none_begins_until_its_loss_is_made_good() -> None:
-    policy = make_policy("fcfs", {}, BestEffortOptions(lost_share=0.1))
+    policy = make_policy("fcfs", {})
     chat = prefill("chat", 100, SLO(ttft_s=5.0, tpot_s=1.0))
     tight = BatchBudget(tokens=4_096, sequences=8, kv_blocks=0, block_tokens=16)
     made = plan(behind(decode("b", context=200)), chat, policy=policy, budget=tight)
     assert made.evicted_ids == ["b"]
-    # 200 tokens are 0.2 s of work: at a tenth of the time that is 2 s.
+    # 200 tokens are 0.2 s of work: at a twentieth of the time that is 4 s.
     answer = decode("chat", SLO(ttft_s=5.0, tpot_s=10.0), context=100)
     waiting = behind(prefill("b", 200))
-    early = plan(answer, waiting, policy=policy, now_s=1.9)
+    early = plan(answer, waiting, policy=policy, now_s=3.9)
     assert "b" not in dict(early.entries)
-    assert "b" in dict(plan(answer, waiting, policy=policy, now_s=2.1).entries)
+    assert "b" in dict(plan(answer, waiting, policy=policy, now_s=4.1).entries)
     # With nothing promised there is nothing to wait for.
-    policy = make_policy("fcfs", {}, BestEffortOptions(lost_share=0.1))
+    policy = make_policy("fcfs", {})
     plan(behind(decode("b", context=200)), chat, policy=policy, budget=tight)
     assert "b" in dict(plan(waiting, policy=policy, now_s=0.1).entries)
 

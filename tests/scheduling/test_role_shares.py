@@ -18,7 +18,6 @@ from sluice.scheduling.autoscaling.role_shares import (
     Need,
     Prompts,
     RoleShares,
-    RoleSharesOptions,
     Split,
     blocked,
     served_by,
@@ -170,7 +169,7 @@ def test_a_small_difference_changes_nothing() -> None:
     run = Run(fleet(0, 3, 1))
     # 24 decodes on 30 slots lose 4 %; without the dead band another replica decodes.
     assert run.settle(0.9, 0.24) == Split(0, 3, 1)
-    run = Run(fleet(0, 3, 1), RoleShares(RoleSharesOptions(gain=0.0)))
+    run = Run(fleet(0, 3, 1), RoleShares(gain=0.0))
     assert run.settle(0.9, 0.24) == Split(0, 2, 2)
 
 
@@ -212,10 +211,7 @@ def test_a_restart_of_the_controller_is_no_load() -> None:
 
 
 demands = st.floats(0.0, 6.0)
-policies = st.builds(
-    RoleSharesOptions,
-    gain=st.floats(0.01, 0.3),
-).map(RoleShares)
+policies = st.floats(0.01, 0.3).map(RoleShares)
 
 
 @st.composite

@@ -17,7 +17,7 @@ from sluice.scheduling.autoscaling import (
     State,
     make_policy,
 )
-from sluice.scheduling.autoscaling.role_shares import RoleShares, RoleSharesOptions
+from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.cluster import Scaler, simulate_cluster
@@ -213,12 +213,13 @@ def test_a_request_of_several_stages_is_judged_by_all_of_them() -> None:
 
 
 PHASE_S = 15.0
-QUICK = RoleShares(RoleSharesOptions(memory_s=5.0, smoothing_s=2.0))
 
 
-def test_roles_change_with_the_mix_and_no_request_is_lost() -> None:
+def test_roles_change_with_the_mix_and_no_request_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many prompts, then long answers, at a pace of which a step's fixed time takes most; a replica
     dies between the two."""
+    monkeypatch.setattr("sluice.scheduling.autoscaling.role_shares.MEMORY_S", 5.0)
+    monkeypatch.setattr("sluice.scheduling.autoscaling.role_shares.SMOOTHING_S", 2.0)
     slo = SLO(ttft_s=1.0, tpot_s=0.0055)
     prompts = [(number / 30, 1_500, 60) for number in range(int(30 * PHASE_S))]
     answers = [(PHASE_S + number / 25, 50, 400) for number in range(int(25 * PHASE_S))]
@@ -230,7 +231,7 @@ def test_roles_change_with_the_mix_and_no_request_is_lost() -> None:
         cluster=ClusterConfig(replicas=4),
         incidents=[Failure(PHASE_S, 0, down_s=2.0)],
         admission=make_admission("moore_hodgson"),
-        roles=QUICK,
+        roles=RoleShares(),
     )
     assert not result.requests.failures
     assert ended_well(result).all()

@@ -7,7 +7,7 @@ import sys
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
 from sluice.telemetry.logs import TelemetryConfig, TracingConfig
 from sluice.telemetry.tracing import Kind, Tracer, make_tracer
@@ -19,7 +19,7 @@ UNSAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-00"}
 
 def tracer_to(exporter: InMemorySpanExporter, **config: object) -> Tracer:
     """At 100 s of the monotonic clock it is 1000 s after 1970."""
-    settings = TracingConfig.model_validate({"enabled": True, **config})
+    settings = TracingConfig.model_validate(config)
     return Tracer(settings, "router-7", exporter, lambda: 100.0, lambda: 1_000_000_000_000)
 
 
@@ -83,7 +83,7 @@ def test_it_is_off_by_default_and_then_imports_nothing(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert make_tracer(TelemetryConfig().tracing, "router-7") is None
     with pytest.raises(ValueError, match="sluice\\[otel\\]"):
-        make_tracer(TracingConfig(enabled=True), "router-7")
+        make_tracer(TracingConfig(endpoint="http://127.0.0.1:4318/v1/traces"), "router-7")
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,3 @@ def test_a_wrong_setting_is_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as refusal:
         TracingConfig.model_validate({field: value})
     assert field in str(refusal.value)
-
-
-def test_headers_are_not_shown() -> None:
-    config = TracingConfig(headers={"authorization": SecretStr("Bearer abc")})
-    assert "abc" not in repr(config) and "abc" not in config.model_dump_json()

@@ -96,9 +96,6 @@ app.kubernetes.io/part-of: sluice
 {{- if $router.tls -}}
 {{- fail "config.router.tls: KubeRay probes routers by plain HTTP; end TLS in an Ingress or a Gateway" -}}
 {{- end -}}
-{{- if dig "telemetry" "tracing" "headers" dict $config -}}
-{{- fail "config.telemetry.tracing.headers: secrets do not belong there, everybody who may read the RayService sees them: use env, with OTEL_EXPORTER_OTLP_HEADERS from a Secret" -}}
-{{- end -}}
 {{- $_ := set $router "host" "0.0.0.0" -}}
 {{- $_ := set $router "port" 8000 -}}
 {{- if $router.picker -}}

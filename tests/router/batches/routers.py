@@ -56,7 +56,7 @@ bytes_url: str | None = None
 
 
 def config(directory: Path, keys: Iterable[str] = (), **batches: Any) -> RouterConfig:
-    settings = {"directory": directory, "url": bytes_url, "poll_s": 0.02, **batches}
+    settings = {"directory": directory, "url": bytes_url, **batches}
     return RouterConfig(
         api_keys=tuple(SecretStr(key) for key in keys), batches=BatchesConfig(**settings)
     )

@@ -165,7 +165,9 @@ async def test_places_of_a_client_follow_its_caps_and_leave_nothing_behind() -> 
 async def test_lines_that_wait_for_their_rate_hold_up_no_other_client(tmp_path: Path) -> None:
     side = FarSide(a=serve)
     # Room for one line at a time, and a little: the next one waits for twenty seconds.
-    slow = ApiKey(key=SecretStr(KEY), name="slow", tokens_per_minute=8.7, burst_s=3_600)
+    slow = ApiKey(
+        key=SecretStr(KEY), name="slow", limits=TenantLimits(tokens_per_minute=8.7, burst_s=3600)
+    )
     settings = config(tmp_path, max_lines_in_flight=2)
     settings = settings.model_copy(update={"api_keys": (slow, SecretStr(OTHER_KEY))})
     async with serving(settings, side) as router:
@@ -182,13 +184,13 @@ async def test_a_running_batch_follows_the_caps_of_its_key(
     monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
     folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
     monkeypatch.setattr("sluice.router.batches.lines.LONGEST_PAUSE_S", 0.01)
-    path.write_text(f"- {{key: {KEY}, name: acme, tokens_per_minute: 0.001}}\n")
+    path.write_text(f"- {{key: {KEY}, name: acme, limits: {{tokens_per_minute: 0.001}}}}\n")
     side = FarSide(a=serve)
     settings = config(folder).model_copy(update={"api_keys_file": path})
     async with serving(settings, side) as router:
         made = await submit(router.client, [line(name) for name in "abcdef"])
         await side.until(lambda: len(side.calls) == 1)
-        path.write_text(f"- {{key: {KEY}, name: acme, max_output_tokens: 7}}\n")
+        path.write_text(f"- {{key: {KEY}, name: acme, limits: {{max_output_tokens: 7}}}}\n")
         done = await until(router.client, made.id, "completed")
         assert done.request_counts is not None and done.request_counts.completed == 6
     held = [request.body.get("max_completion_tokens") for _, request in side.calls]
@@ -229,7 +231,11 @@ async def accepted(client: openai.AsyncOpenAI) -> None:
 
 async def test_the_rate_of_a_key_holds_for_its_batches(tmp_path: Path) -> None:
     side = FarSide(a=serve)
-    slow = ApiKey(key=SecretStr(KEY), name="tenant", requests_per_minute=5 / 60, burst_s=3_600)
+    slow = ApiKey(
+        key=SecretStr(KEY),
+        name="tenant",
+        limits=TenantLimits(requests_per_minute=5 / 60, burst_s=3600),
+    )
     settings = config(tmp_path).model_copy(update={"api_keys": (slow,)})
     async with serving(settings, side) as router:
         made = await submit(router.client, [line(name) for name in "abcdef"])

@@ -296,9 +296,12 @@ class Halting:
         yield body[20:]
 
 
-async def test_uploads_under_way_are_bounded(tmp_path: Path) -> None:
+async def test_uploads_under_way_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.api.MAX_UPLOADS", 1)
     slow = Halting()
-    edge = Edge(FarSide(a=serve), config=config(tmp_path, max_uploads=1))
+    edge = Edge(FarSide(a=serve), config=config(tmp_path))
     async with edge.client() as client:
         first = asyncio.create_task(client.post("/v1/files", content=slow, headers=BOUNDARY))
         await slow.began.wait()
@@ -311,9 +314,12 @@ async def test_uploads_under_way_are_bounded(tmp_path: Path) -> None:
         assert third.status_code == 200
 
 
-async def test_a_key_that_sends_slowly_leaves_places_to_the_others(tmp_path: Path) -> None:
+async def test_a_key_that_sends_slowly_leaves_places_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.api.MAX_UPLOADS", 2)
     slow = Halting()
-    edge = Edge(FarSide(a=serve), config=config(tmp_path, [KEY, OTHER_KEY], max_uploads=2))
+    edge = Edge(FarSide(a=serve), config=config(tmp_path, [KEY, OTHER_KEY]))
     mine, other = ({**BOUNDARY, "authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY))
     async with edge.client() as client:
         first = asyncio.create_task(client.post("/v1/files", content=slow, headers=mine))
@@ -326,8 +332,11 @@ async def test_a_key_that_sends_slowly_leaves_places_to_the_others(tmp_path: Pat
         assert (await first).status_code == 200
 
 
-async def test_an_upload_that_does_not_go_on_ends(tmp_path: Path) -> None:
-    edge = Edge(FarSide(a=serve), config=config(tmp_path, upload_timeout_s=1))
+async def test_an_upload_that_does_not_go_on_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.api.UPLOAD_TIMEOUT_S", 1.0)
+    edge = Edge(FarSide(a=serve), config=config(tmp_path))
     async with edge.client() as client:
         response = await client.post("/v1/files", content=Halting(), headers=BOUNDARY)
     assert response.json()["error"]["code"] == "body_too_slow"
@@ -381,14 +390,13 @@ async def test_a_wrong_batch_is_refused(
         assert (await client.get("/v1/batches")).json()["data"] == []
 
 
-async def test_limits_of_a_key(tmp_path: Path) -> None:
+async def test_limits_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("MAX_FILES", 3), ("MAX_UNFINISHED", 2), ("MAX_ENDED", 1)):
+        monkeypatch.setattr(f"sluice.router.batches.state.{name}", limit)
     side = FarSide(a=Held(0))
     settings = config(
         tmp_path,
         [KEY, OTHER_KEY],
-        max_files_per_key=3,
-        max_unfinished_per_key=2,
-        max_ended_per_key=1,
     )
     now = UnixClock()
     async with serving(settings, side, now) as router:

@@ -162,9 +162,12 @@ FULL = answer(503, b"{}")
 NONE = fail(ReplicaFailedError(Reason.NO_REPLICA, "No replica is running.", retry=False))
 
 
-async def test_lack_of_room_never_ends_a_line(tmp_path: Path) -> None:
+async def test_lack_of_room_never_ends_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.lines.MAX_ATTEMPTS", 1)
     side = FarSide(a=Late(*[FULL, NONE, answer(429, b"{}")] * 8))  # type: ignore[arg-type]
-    lines, pauses, edge = caller(side, tmp_path, max_line_attempts=1)
+    lines, pauses, edge = caller(side, tmp_path)
     reply = await answered_by(lines)
     assert reply.status == 200
     labels = {"class": "batch", "endpoint": "chat"}
@@ -180,10 +183,11 @@ async def test_lack_of_room_never_ends_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("behaviour", "status"), [(DEAD, 503), (answer(500, b"{}"), 500)])
 async def test_a_line_that_fails_by_itself_ends(
-    tmp_path: Path, behaviour: object, status: int
+    tmp_path: Path, behaviour: object, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sluice.router.batches.lines.MAX_ATTEMPTS", 3)
     side = FarSide(a=behaviour)  # type: ignore[arg-type]
-    lines, pauses, _ = caller(side, tmp_path, max_line_attempts=3)
+    lines, pauses, _ = caller(side, tmp_path)
     reply = await answered_by(lines)
     assert (reply.status, len(side.calls), len(pauses.seconds)) == (status, 3, 2)
     for seconds, longest_s in zip(
@@ -199,9 +203,12 @@ async def test_a_line_outlives_the_time_in_which_a_dead_replica_is_replaced(tmp_
     assert sum(pauses.seconds) > 30
 
 
-async def test_a_failure_and_then_an_answer(tmp_path: Path) -> None:
+async def test_a_failure_and_then_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.lines.MAX_ATTEMPTS", 3)
     side = FarSide(a=Late(DEAD, DEAD))  # type: ignore[arg-type]
-    lines, _, _ = caller(side, tmp_path, max_line_attempts=3)
+    lines, _, _ = caller(side, tmp_path)
     assert (await answered_by(lines)).status == 200
 
 

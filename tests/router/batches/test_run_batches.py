@@ -18,6 +18,7 @@ from sluice.router.batches.state import BatchState
 from sluice.router.batches.store import NAME
 from sluice.router.config import DAY_S
 from sluice.router.tenancy.auth import ApiKey
+from sluice.router.tenancy.limits import TenantLimits
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import SLO
 from tests.router.batches.routers import (
@@ -346,7 +347,9 @@ async def test_a_lease_that_is_let_go_is_taken(tmp_path: Path) -> None:
 
 async def test_the_caps_of_a_key_hold_for_its_batches(tmp_path: Path) -> None:
     side = FarSide(a=Held(1))
-    caps = ApiKey(key=SecretStr(KEY), name="tenant", max_priority=3, max_in_flight=2)
+    caps = ApiKey(
+        key=SecretStr(KEY), name="tenant", limits=TenantLimits(max_priority=3, max_in_flight=2)
+    )
     settings = config(tmp_path).model_copy(update={"api_keys": (caps,)})
     lines = [line(name, slo={"priority": 9}) for name in NAMES]
     async with serving(settings, side) as router:

@@ -407,8 +407,11 @@ async def test_a_file_whose_record_cannot_be_written_leaves_nothing(tmp_path: Pa
     assert rows(tmp_path, "SELECT id FROM files") == [(kept.file.id,)]
 
 
-async def test_results_of_a_key_are_bounded_in_number(tmp_path: Path) -> None:
-    async with kept_in(tmp_path, max_files_per_key=2) as kept:
+async def test_results_of_a_key_are_bounded_in_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.state.MAX_FILES", 2)
+    async with kept_in(tmp_path) as kept:
         for _ in range(2):
             result = await kept.end(await kept.batch())
         with pytest.raises(ApiError, match="2 files of results, which is the limit") as refused:
