@@ -105,6 +105,26 @@ def test_deploy_says_what_a_replica_needs_that_finds_no_place(tmp_path: Path) ->
     assert "with the labels rack=a; it may still start" in said
 
 
+def test_deploy_says_why_a_part_has_failed(tmp_path: Path) -> None:
+    """The message of the application only names the part."""
+    part = {
+        "status": "DEPLOY_FAILED",
+        "message": "It failed 3 times. Error:\nTraceback:\nOSError: cannot listen on port 80\n",
+        "target_num_replicas": 1,
+        "replicas": [],
+    }
+    ours = application(
+        "sluice",
+        status="DEPLOY_FAILED",
+        message="Failed to update the deployments ['Router'].",
+        last_deployed_time_s=2.0,
+        deployments={"Router": part},
+    )
+    result = Dashboard((200, {"applications": {"sluice": ours}, "proxies": {}})).run(tmp_path)
+    assert result.exit_code == Exit.FAILED
+    assert "failed to start: OSError: cannot listen on port 80" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_deploy_ends_at_once_where_waiting_does_not_help(tmp_path: Path, status: int) -> None:
     dashboard = Dashboard((status, "no"))
