@@ -99,11 +99,8 @@ class ControllerConfig(BaseModel):
         return self
 
     def make_lengths(self) -> OutputLengths:
-        """The output lengths as configured, before any output is observed.
-
-        Raises:
-            ValueError: a range is invalid.
-        """
+        """The output lengths as configured, before any output is observed. Raises ValueError: a
+        range is invalid."""
         stated = {}
         for name, (least, most) in self.output_tokens.items():
             try:
@@ -116,19 +113,13 @@ class ControllerConfig(BaseModel):
         return OutputLengths(self.promise_level, stated)
 
     def make_routing(self) -> RoutingPolicy:
-        """A new routing policy.
-
-        Raises:
-            ValueError: no such policy, or an option that is unknown or out of range.
-        """
+        """A new routing policy. Raises ValueError: no such policy, or an option that is unknown or
+        out of range."""
         return make_policy(self.policy, self.policy_options)
 
     def make_admission(self) -> AdmissionPolicy | None:
-        """A new admission policy, or ``None`` where admission is off.
-
-        Raises:
-            ValueError: no such policy, or an option that is unknown or out of range.
-        """
+        """A new admission policy, or ``None`` where admission is off. Raises ValueError: no such
+        policy, or an option that is unknown or out of range."""
         if self.admission != NO_ADMISSION:
             return make_admission_policy(self.admission, self.admission_options)
         if self.admission_options:

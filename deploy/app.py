@@ -56,12 +56,9 @@ _ADMITTED_BY_CONTROLLER = 1_000_000
 
 
 def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
-    """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields.
-
-    Raises:
-        ValueError: a field is unknown or out of range, the admin API would be open to every client
-            that reaches the cluster's port, or this Ray is not supported.
-    """
+    """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields. Raises
+    ValueError: a field is unknown or out of range, the admin API would be open to every client that
+    reaches the cluster's port, or this Ray is not supported."""
     check_ray()
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
     if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):
@@ -106,11 +103,8 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
 
 
 def check_ray(version: str = ray.__version__) -> None:
-    """Check that Sluice supports this version of Ray.
-
-    Raises:
-        ValueError: it does not; the message says which it supports.
-    """
+    """Check that Sluice supports this version of Ray. Raises ValueError: it does not; the message
+    says which it supports."""
     if not version.startswith(f"{SUPPORTED_RAY}."):
         raise ValueError(f"Sluice does not support Ray {version}; supported is {SUPPORTED_RAY}")
 

@@ -111,11 +111,8 @@ def key_of(model: str) -> str:
 
 def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
     """The raw configuration ``data``; fields that one of its ``models`` omits are taken from the
-    sections that they share. What is of a wrong type is left for the validation to refuse.
-
-    Raises:
-        ValueError: a name is given twice over.
-    """
+    sections that they share. What is of a wrong type is left for the validation to refuse. Raises
+    ValueError: a name is given twice over."""
     models = data.get("models")
     if not isinstance(models, Mapping) or not models:
         return dict(data)
@@ -302,12 +299,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_config(data: Mapping[str, Any]) -> SluiceConfig:
-    """The configuration in ``data``.
-
-    Raises:
-        ValueError: every field that is not allowed, and what is; without the values, because one
-            of them may be a key.
-    """
+    """The configuration in ``data``. Raises ValueError: every field that is not allowed, and what
+    is; without the values, because one of them may be a key."""
     try:
         return SluiceConfig.model_validate(dict(data))
     except ValidationError as error:
@@ -400,11 +393,8 @@ def has_cuda_vllm() -> bool:
 
 
 def check_installed(config: SluiceConfig) -> None:
-    """Return if the software that the engines need is installed.
-
-    Raises:
-        ValueError: it is not; one sentence.
-    """
+    """Return if the software that the engines need is installed. Raises ValueError: it is not; one
+    sentence."""
     if _engines(config) and not vllm_is_here():
         raise ValueError(_NO_VLLM)
 
@@ -465,11 +455,8 @@ def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:
 
 def check_model(engine: EngineConfig) -> None:
     """Return if the model of ``engine`` is on this machine or on the hub, as far as can be told
-    without loading it. Asks the hub where no copy is in its cache.
-
-    Raises:
-        ValueError: a file is missing or the hub does not have the model; one sentence.
-    """
+    without loading it. Asks the hub where no copy is in its cache. Raises ValueError: a file is
+    missing or the hub does not have the model; one sentence."""
     profile = engine.latency_profile
     if profile is not None and not profile.expanduser().is_file():
         raise ValueError(f"engine.latency_profile: there is no file {profile}")
@@ -489,11 +476,7 @@ def check_model(engine: EngineConfig) -> None:
 
 
 def _check_hub(model: str, arguments: dict[str, Any]) -> None:
-    """See :func:`check_model`.
-
-    Raises:
-        ValueError: there is no such model, or it cannot be had.
-    """
+    """See :func:`check_model`. Raises ValueError: there is no such model, or it cannot be had."""
     if find_spec("huggingface_hub") is None:  # it comes with vLLM, which then is not here either
         return
     from huggingface_hub import HfApi, constants, try_to_load_from_cache

@@ -122,11 +122,8 @@ class JsonServer:
 
 
 def checked_address(address: str) -> str:
-    """``address`` without a slash at its end.
-
-    Raises:
-        ValueError: it is not ``http://HOST:PORT`` or ``https://HOST:PORT``.
-    """
+    """``address`` without a slash at its end. Raises ValueError: it is not ``http://HOST:PORT`` or
+    ``https://HOST:PORT``."""
     try:
         parts = urlsplit(address)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

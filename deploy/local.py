@@ -97,11 +97,8 @@ def _read(note: Path) -> LocalRun | None:
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep what outlives them (XDG base directories).
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
+    """Where this user's programs keep what outlives them (XDG base directories). Raises
+    RuntimeError: the user has no home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "sluice"
 
@@ -232,12 +229,8 @@ def running(
 
 
 def check(config: SluiceConfig) -> None:
-    """Refuse at once what would fail later; :func:`check_models` takes longer.
-
-    Raises:
-        StartError: a port is taken, vLLM or a key file is missing, or a part of ``config`` is for
-            a cluster.
-    """
+    """Refuse at once what would fail later; :func:`check_models` takes longer. Raises StartError: a
+    port is taken, vLLM or a key file is missing, or a part of ``config`` is for a cluster."""
     _check_port(config.router.host, config.router.port)
     _check_tls(config)
     _check_labels(config)
@@ -262,11 +255,8 @@ def start_ray_for(
 def start_application(
     config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
 ) -> None:
-    """Serve ``config`` on the Ray that this process has started; return once it answers.
-
-    Raises:
-        StartError, StoppedError: as :func:`running`.
-    """
+    """Serve ``config`` on the Ray that this process has started; return once it answers. Raises
+    StartError, StoppedError: as :func:`running`."""
     _check_gpus(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     start_serve()
@@ -301,11 +291,8 @@ def _stop_when_ray_ends(stop: threading.Event) -> Iterator[None]:
 
 
 def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
-    """End Serve, Ray and every process that they have started, and remove their files.
-
-    Raises:
-        RayEndedError: Ray had ended already.
-    """
+    """End Serve, Ray and every process that they have started, and remove their files. Raises
+    RayEndedError: Ray had ended already."""
     import ray
 
     dead = dead_process()
@@ -385,11 +372,8 @@ def _check_labels(config: SluiceConfig) -> None:
 
 def check_models(config: SluiceConfig) -> None:
     """Refuse missing models, and what vLLM refuses of an engine's configuration: without this check
-    every replica would fail three times first. It may ask the hub and vLLM, in some seconds.
-
-    Raises:
-        StartError: what is missing or refused.
-    """
+    every replica would fail three times first. It may ask the hub and vLLM, in some seconds. Raises
+    StartError: what is missing or refused."""
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -436,10 +420,7 @@ def deploy(
 ) -> None:
     """Serve ``config`` on the Ray and Serve that this process has joined. ``first``: nothing was
     served there before, and no actor that ends meanwhile is waited for, although it is replaced.
-
-    Raises:
-        StartError, StoppedError: as :func:`running`.
-    """
+    Raises StartError, StoppedError: as :func:`running`."""
     from ray.serve.api import RunTarget, run_many
 
     from sluice.deploy.app import build
@@ -501,11 +482,8 @@ def _dead_actor() -> str | None:
 
 def _check_configured(application: Any) -> None:
     """Serve starts a replica again that has failed, three times for each. One that cannot run as it
-    is configured fails each time.
-
-    Raises:
-        StartError: a replica has said what is wrong with its configuration.
-    """
+    is configured fails each time. Raises StartError: a replica has said what is wrong with its
+    configuration."""
     for name, deployment in application.deployments.items():
         _, found, reason = deployment.message.rpartition(f"{ConfigurationError.__name__}: ")
         if found:

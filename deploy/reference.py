@@ -140,11 +140,7 @@ def policy_facts(kind: str, name: str) -> str:
 
 
 def with_facts(kind: str, name: str, page: str) -> str:
-    """``page`` with the generated part renewed.
-
-    Raises:
-        ValueError: the page has no place for it.
-    """
+    """``page`` with the generated part renewed. Raises ValueError: the page has no place for it."""
     part = re.compile(r"(<!-- generated -->\n).*?(<!-- end -->)", re.DOTALL)
     if not part.search(page):
         raise ValueError(f"the page of {name} has no lines <!-- generated --> and <!-- end -->")
@@ -153,11 +149,8 @@ def with_facts(kind: str, name: str, page: str) -> str:
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Every file that has generated parts, and what it should hold.
-
-    Raises:
-        OSError: a policy has no page.
-    """
+    """Every file that has generated parts, and what it should hold. Raises OSError: a policy has no
+    page."""
     yield CONFIGURATION, configuration()
     for kind, about in KINDS.items():
         for name in about.registered:

@@ -117,11 +117,7 @@ class Supervised:
                 self._begin()
 
     def _start(self, stop: StopSignals) -> None:
-        """The same, once.
-
-        Raises:
-            _TooSlowError: the machine is too busy for Ray.
-        """
+        """The same, once. Raises _TooSlowError: the machine is too busy for Ray."""
         heard_s = dead_s = time.monotonic()
         dead: list[str] = []
         ray_runs = False
@@ -174,11 +170,8 @@ class Supervised:
         return any(_TOO_SLOW.search(log.read_text(errors="replace")) for log in logs)
 
     def wait(self, stop: StopSignals) -> None:
-        """Return at a signal.
-
-        Raises:
-            RayEndedError: a part has ended without which nothing can be served.
-        """
+        """Return at a signal. Raises RayEndedError: a part has ended without which nothing can be
+        served."""
         vital = {pid: part for pid, part in self._parts.items() if part[1] in _VITAL}
         self._parts = vital
         while not stop.wait(_POLL_S):

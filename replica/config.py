@@ -85,11 +85,8 @@ class AutoscalingConfig(BaseModel):
         return self.min_replicas if self.initial_replicas is None else self.initial_replicas
 
     def make(self) -> AutoscalingPolicy:
-        """A new policy.
-
-        Raises:
-            ValueError: no such policy, or an option that is unknown or out of range.
-        """
+        """A new policy. Raises ValueError: no such policy, or an option that is unknown or out of
+        range."""
         return make_autoscaling(self.policy, self.policy_options)
 
 
@@ -140,11 +137,7 @@ _FORMS = "a list of 'name=path' or of objects with name and path"
 
 def adapter_names(vllm_args: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the adapters that are loaded at start, as vLLM's argument ``lora-modules`` gives
-    them.
-
-    Raises:
-        ValueError: it has none of the forms that vLLM accepts.
-    """
+    them. Raises ValueError: it has none of the forms that vLLM accepts."""
     given = by_option(vllm_args).get(ADAPTERS_ARGUMENT)
     if given is None:
         return ()
@@ -362,10 +355,7 @@ class EngineConfig(BaseModel):
     @property
     def draft_method(self) -> str | None:
         """vLLM's name of the method that drafts tokens; ``None`` without speculative decoding.
-
-        Raises:
-            ValueError: the speculative configuration is invalid.
-        """
+        Raises ValueError: the speculative configuration is invalid."""
         given = by_option(self.vllm_args).get("speculative-config")
         return (
             None if given is None else str(with_all_lengths(given).get("method", "a draft model"))
@@ -544,11 +534,8 @@ class ReplicaConfig(BaseModel):
         return data
 
     def role_of(self, name: str) -> Role:
-        """The role of the pool ``name``.
-
-        Raises:
-            ValueError: it has none, or its name is that of another role.
-        """
+        """The role of the pool ``name``. Raises ValueError: it has none, or its name is that of
+        another role."""
         role = self.pools[name].role
         named = next((each for each in ROLES if each == name), None)
         if role is None and named is None:

@@ -216,9 +216,6 @@ class Tracer:
 
 
 def make_tracer(config: TracingConfig, process: str) -> Tracer | None:
-    """The process's tracer, or ``None`` where tracing is off.
-
-    Raises:
-        ValueError: OpenTelemetry is not installed.
-    """
+    """The process's tracer, or ``None`` where tracing is off. Raises ValueError: OpenTelemetry is
+    not installed."""
     return Tracer(config, process) if config.endpoint is not None else None

@@ -394,11 +394,8 @@ def drain(
 
 
 def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
-    """Drain a replica; the last one of its model only after confirmation.
-
-    Raises:
-        Failure: the user declined, or there is no terminal to ask on.
-    """
+    """Drain a replica; the last one of its model only after confirmation. Raises Failure: the user
+    declined, or there is no terminal to ask on."""
     try:
         return api.drain(replica_id, yes)
     except LastReplicaError:
@@ -413,11 +410,8 @@ def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
 
 
 def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Wait until no requests are left. ``told`` is the API's first answer; returns its last.
-
-    Raises:
-        Failure: it took too long, the drain was undone, or a query failed permanently.
-    """
+    """Wait until no requests are left. ``told`` is the API's first answer; returns its last. Raises
+    Failure: it took too long, the drain was undone, or a query failed permanently."""
     replica_id = told["replica_id"]
     started_s, shown, missing_s, trouble = time.monotonic(), -1, 0.0, ""
     err = Console(stderr=True)
@@ -452,11 +446,8 @@ def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, An
 
 
 def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
-    """The requests left at the replica now; ``None`` if no controller knows it.
-
-    Raises:
-        Failure: its controller does not answer now, or the drain was undone.
-    """
+    """The requests left at the replica now; ``None`` if no controller knows it. Raises Failure: its
+    controller does not answer now, or the drain was undone."""
     fleet = api.fleet()
     row = next((row for row in fleet["replicas"] if row["replica_id"] == replica_id), None)
     if row is None and fleet["unavailable"]:

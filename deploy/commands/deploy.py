@@ -228,11 +228,7 @@ def submit(server: JsonServer, application: Mapping[str, Any]) -> float:
 
 
 def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
-    """The configurations of the other applications.
-
-    Raises:
-        ValueError: one of them has none.
-    """
+    """The configurations of the other applications. Raises ValueError: one of them has none."""
     others = []
     for other, each in serve.applications.items():
         # Serve leaves alone what a program deployed with `serve.run`. It may still show the
@@ -250,11 +246,8 @@ def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
 
 
 def state_of(server: JsonServer, name: str) -> ApplicationState | None:
-    """The state of the application ``name``; ``None`` if Serve does not know it.
-
-    Raises:
-        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
-    """
+    """The state of the application ``name``; ``None`` if Serve does not know it. Raises
+    UnreachableError, AnswerError: as :meth:`JsonServer.ask`."""
     serve = _serve_of(server)
     found = serve.applications.get(name)
     if found is None:
@@ -271,11 +264,7 @@ def state_of(server: JsonServer, name: str) -> ApplicationState | None:
 
 
 def _serve_of(server: JsonServer) -> _Serve:
-    """Serve's state.
-
-    Raises:
-        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
-    """
+    """Serve's state. Raises UnreachableError, AnswerError: as :meth:`JsonServer.ask`."""
     try:
         return _Serve.model_validate(server.ask("GET", PATH))
     except ValidationError:

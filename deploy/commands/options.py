@@ -55,11 +55,8 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable
 
 
 def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:
-    """The configuration in ``path`` with ``overrides`` over it.
-
-    Raises:
-        Failure: it cannot be read or is not valid; in one line.
-    """
+    """The configuration in ``path`` with ``overrides`` over it. Raises Failure: it cannot be read
+    or is not valid; in one line."""
     try:
         return load_config(path, overrides)
     except (ValueError, OSError) as error:
@@ -91,11 +88,8 @@ def address_option(
 
 @contextmanager
 def talking(to: str, address: str, key_hint: str) -> Iterator[None]:
-    """Converts errors of a conversation with a server into the command's failure.
-
-    Raises:
-        Failure: there is no answer at ``address``, or the key or the request is refused.
-    """
+    """Converts errors of a conversation with a server into the command's failure. Raises Failure:
+    there is no answer at ``address``, or the key or the request is refused."""
     try:
         yield
     except UnreachableError as error:

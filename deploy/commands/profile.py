@@ -156,11 +156,8 @@ def print_json(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a figure that could not be drawn.
-
-    Raises:
-        Failure: its format is unknown, or matplotlib is not there.
-    """
+    """Refuse a figure that could not be drawn. Raises Failure: its format is unknown, or matplotlib
+    is not there."""
     if path.suffix.lower() not in _FORMATS:
         raise Failure(Exit.USAGE, f"--plot must end in one of {', '.join(_FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -173,11 +170,8 @@ def plot(
     swept: Sequence[StepSample],
     unseen: Sequence[StepSample],
 ) -> None:
-    """Draw predicted against real step times, one panel for each set of steps.
-
-    Raises:
-        Failure: the file cannot be written.
-    """
+    """Draw predicted against real step times, one panel for each set of steps. Raises Failure: the
+    file cannot be written."""
     from matplotlib.figure import Figure
 
     model = profile.model
@@ -358,11 +352,8 @@ async def measure(
 
 
 def fit_sweep(measured: Measured, family: BatchFamily | None = None) -> Fitted:
-    """Fit ``family``, or the one that predicts better, to the sweep and find its errors.
-
-    Raises:
-        ValueError: the sweep has too few steps for it.
-    """
+    """Fit ``family``, or the one that predicts better, to the sweep and find its errors. Raises
+    ValueError: the sweep has too few steps for it."""
     swept, unseen = measured.swept, measured.unseen
     model, report = best_fit(swept) if family is None else fit(swept, family)
     others: dict[str, float] = {}

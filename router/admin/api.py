@@ -53,11 +53,7 @@ class Overseen(Protocol):
 
     async def drain(self, replica_id: str, drain: bool, spare_last: bool) -> dict[str, Any] | None:
         """Close or reopen a replica; ``None`` if it is unknown. ``last``: it was not drained, as it
-        is the last one.
-
-        Raises:
-            NoAnswerError: it did not answer.
-        """
+        is the last one. Raises NoAnswerError: it did not answer."""
 
     async def remembers(self, replica_id: str) -> bool | None:
         """Whether a replica remembers the last drain setting; ``None`` if that is unknown."""
@@ -84,11 +80,7 @@ class AdminService:
         }
 
     async def fleet(self) -> dict[str, Any]:
-        """Every replica, class and controller.
-
-        Raises:
-            ApiError: 503; no controller answered.
-        """
+        """Every replica, class and controller. Raises ApiError: 503; no controller answered."""
         return await self._fleet.get()
 
     async def decisions(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
@@ -183,11 +175,7 @@ class AdminService:
         return sorted(all_, key=lambda each: float(each["age_ms"]))[:limit]
 
     async def _ask(self, question: Callable[[Overseen], Any]) -> dict[str, Any]:
-        """Each controller's answer, or ``None``.
-
-        Raises:
-            ApiError: 503; none answered.
-        """
+        """Each controller's answer, or ``None``. Raises ApiError: 503; none answered."""
         asked = [question(controller) for controller in self._controllers.values()]
         answers = await asyncio.gather(*asked)
         if all(answer is None for answer in answers):
@@ -238,11 +226,7 @@ HEADERS: Final = {
 
 
 def page_routes() -> APIRouter:
-    """The page and its parts.
-
-    Raises:
-        OSError: a file is missing from the installation.
-    """
+    """The page and its parts. Raises OSError: a file is missing from the installation."""
     routes = APIRouter()
     for file in sorted(_FOLDER.iterdir()):
         path = PAGE_PATH if file.suffix == ".html" else f"{PAGE_PATH}/{file.name}"

@@ -69,11 +69,7 @@ MAX_S = 30 * DAY_S
 
 
 def expiry_s(name: str, anchor: Any, seconds: Any) -> int:
-    """Seconds that ``name`` asks for.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Seconds that ``name`` asks for. Raises ApiError: 400."""
     if anchor != "created_at":
         raise invalid(f"{name}.anchor must be created_at, got {shown(anchor)}", f"{name}.anchor")
     seconds = as_integer(seconds)
@@ -207,11 +203,8 @@ def owner_of(request: Request) -> str:
 
 
 def _checked(form: Form) -> int | None:
-    """How long the file is to be kept, seconds; ``None`` if the form does not state it.
-
-    Raises:
-        ApiError: 400, a field is missing, unknown or wrong.
-    """
+    """How long the file is to be kept, seconds; ``None`` if the form does not state it. Raises
+    ApiError: 400, a field is missing, unknown or wrong."""
     fields = form.fields
     for name in (*fields, *form.lists):
         if name not in _FILE_FIELDS:
@@ -295,11 +288,8 @@ class BatchesApi:
         return JSONResponse(record.shown())
 
     def _new(self, owner: str, body: dict[str, Any]) -> BatchRecord:
-        """The batch that ``body`` asks for.
-
-        Raises:
-            ApiError: 400; the message names the field and what is allowed.
-        """
+        """The batch that ``body`` asks for. Raises ApiError: 400; the message names the field and
+        what is allowed."""
         for name in body:
             if name not in _BATCH_FIELDS:
                 raise invalid(

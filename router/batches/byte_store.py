@@ -85,10 +85,7 @@ class Routers:
 
 def _lock(handle: int, byte: int, kind: int) -> None:
     """Locks of the open file, not of the process as POSIX's are: they also hold within a process.
-
-    Raises:
-        BlockingIOError: another one holds it.
-    """
+    Raises BlockingIOError: another one holds it."""
     fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
 
 
@@ -133,11 +130,7 @@ class ByteStore:
         file.close()
 
     def open(self, name: str) -> BinaryIO:
-        """Open for reading.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Open for reading. Raises FileNotFoundError: there is none."""
         return BufferedReader(self._fs.open(self._path(name), "rb"), READ_BYTES)
 
     def delete(self, name: str) -> None:

@@ -210,11 +210,8 @@ def check_lines(file: BinaryIO, url: str, max_lines: int, max_line_bytes: int) -
 
 
 def parse_line(number: int, raw: bytes, url: str, max_bytes: int) -> BatchRequest:
-    """The request in line ``number``, ``raw``, of a batch that is for ``url``.
-
-    Raises:
-        LineError: it is too long, is not JSON, lacks a key, or is for something else.
-    """
+    """The request in line ``number``, ``raw``, of a batch that is for ``url``. Raises LineError: it
+    is too long, is not JSON, lacks a key, or is for something else."""
     if len(raw) > max_bytes:
         raise LineError("line_too_large", f"A line may have at most {max_bytes} bytes.")
     try:
@@ -425,11 +422,7 @@ class LineCaller:
     async def _call(
         self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival
     ) -> tuple[Call, Model]:
-        """The checked call, and the model that serves it.
-
-        Raises:
-            ApiError: a 4xx.
-        """
+        """The checked call, and the model that serves it. Raises ApiError: a 4xx."""
         try:
             if line.body.get("stream"):
                 raise invalid(
@@ -450,10 +443,7 @@ class LineCaller:
 
     async def _serve(self, call: Call, fleet: Model) -> Reply:
         """The reply of a replica. It counts as an ended request, unless there was no capacity.
-
-        Raises:
-            ApiError: there is no reply.
-        """
+        Raises ApiError: there is no reply."""
         clock = clock_of(call.slo, call.received_s)
         outcome: Outcome | None = Outcome.FAILED
         answer: Answer | None = None

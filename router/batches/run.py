@@ -162,12 +162,8 @@ class BatchRun:
             self._ending.set()
 
     async def run(self) -> None:
-        """Run it to its end.
-
-        Raises:
-            Exception: the run failed, because of the disk for example. No written result is lost,
-                and the batch can be run again.
-        """
+        """Run it to its end. Raises Exception: the run failed, because of the disk for example. No
+        written result is lost, and the batch can be run again."""
         try:
             self._resources.metrics.running.inc()
             if self._record.status is Status.VALIDATING and not await self._check():

@@ -67,11 +67,7 @@ CREATE INDEX results_of ON results (batch_id, ok);
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open the database at ``path``, which is created if it is missing. One thread at a time may
-    use it.
-
-    Raises:
-        sqlite3.Error, OSError: it cannot be opened, or is of another version.
-    """
+    use it. Raises sqlite3.Error, OSError: it cannot be opened, or is of another version."""
     if not path.exists():  # never later: closing a file would release SQLite's locks on it
         os.close(open_private(path))
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -206,20 +202,13 @@ class BatchState:
     # Files.
 
     def begin_upload(self, file: FileRecord) -> None:
-        """Note that the bytes of an upload are being written.
-
-        Raises:
-            ApiError: no space is left.
-        """
+        """Note that the bytes of an upload are being written. Raises ApiError: no space is left."""
         self._check_space(file.owner)
         self._begin(file, None)
 
     def finish_upload(self, file: FileRecord) -> None:
-        """Make an upload visible, whose bytes are complete.
-
-        Raises:
-            ApiError: it exceeds a limit, which the message names.
-        """
+        """Make an upload visible, whose bytes are complete. Raises ApiError: it exceeds a limit,
+        which the message names."""
         with changing(self._db):
             uploads = self._number_of(file.owner, "batch")
             if uploads >= MAX_FILES:
@@ -272,11 +261,8 @@ class BatchState:
     # Batches.
 
     def add_batch(self, batch: BatchRecord) -> None:
-        """Add a new batch.
-
-        Raises:
-            ApiError: it exceeds a limit, or its input has just been deleted.
-        """
+        """Add a new batch. Raises ApiError: it exceeds a limit, or its input has just been
+        deleted."""
         with changing(self._db):
             self._check_space(batch.owner)
             (unfinished,) = self._db.execute(

@@ -130,10 +130,7 @@ class Store:
 
     async def begin_upload(self, owner: str) -> Upload:
         """Begin an upload of ``owner``; pass what it gives to :meth:`BatchState.finish_upload`.
-
-        Raises:
-            ApiError: there is no space for any.
-        """
+        Raises ApiError: there is no space for any."""
         file = self._file(new_file_id(), owner, "", "batch", self._retention_s)
         await self.ask(BatchState.begin_upload, file)
         return await self._upload(file)

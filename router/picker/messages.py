@@ -142,12 +142,9 @@ class MalformedError(ValueError):
 
 
 def decode(data: bytes) -> Received:
-    """A message that Envoy sent. ``O(len(data))``.
-
-    Raises:
-        MalformedError: it is none, it has no part or several, or its headers are too many, too long
-            or no HTTP headers; or Envoy would ignore the answer.
-    """
+    """A message that Envoy sent. ``O(len(data))``. Raises MalformedError: it is none, it has no
+    part or several, or its headers are too many, too long or no HTTP headers; or Envoy would ignore
+    the answer."""
     message = CLASSES["ProcessingRequest"]()
     try:
         message.ParseFromString(data)

@@ -80,11 +80,8 @@ def _without(left_out: Collection[bytes], headers: Headers) -> Headers:
 
 
 def scope_of(headers: Headers) -> dict[str, Any]:
-    """The ASGI scope of a request, with Envoy's pseudo headers.
-
-    Raises:
-        MalformedError: a pseudo header is missing or invalid.
-    """
+    """The ASGI scope of a request, with Envoy's pseudo headers. Raises MalformedError: a pseudo
+    header is missing or invalid."""
     pseudo = {name: value for name, value in headers if name.startswith(b":")}
     try:
         method = pseudo[b":method"].decode("ascii")
@@ -463,11 +460,7 @@ class PickerServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which the system chooses if it is 0. Routers of one node share
-        a port.
-
-        Raises:
-            OSError: the port cannot be used.
-        """
+        a port. Raises OSError: the port cannot be used."""
         self._server = server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", self._max_message_bytes),

@@ -149,11 +149,8 @@ def client_of(entry: SecretStr | ApiKey) -> Client:
 def check_entries(
     entries: Sequence[SecretStr | ApiKey], classes: Collection[str], where: str
 ) -> None:
-    """Check conditions over all entries. ``where`` names the list in messages.
-
-    Raises:
-        ValueError: a condition fails; the message contains no key.
-    """
+    """Check conditions over all entries. ``where`` names the list in messages. Raises ValueError: a
+    condition fails; the message contains no key."""
     for entry in entries:
         _check_text(_text_of(entry), where)
     if len({digest_of(entry) for entry in entries}) < len(entries):
@@ -171,11 +168,8 @@ def check_entries(
 
 
 def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
-    """Check a list of keys that cannot have limits, as these would have no effect.
-
-    Raises:
-        ValueError: an entry has limits.
-    """
+    """Check a list of keys that cannot have limits, as these would have no effect. Raises
+    ValueError: an entry has limits."""
     for entry in entries:
         if isinstance(entry, ApiKey) and "limits" in entry.model_fields_set:
             raise ValueError(f"an entry of {where} may have only key or sha256, and name")
@@ -183,11 +177,8 @@ def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
 
 def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr | ApiKey, ...]:
     """Parse the content of a key file: a YAML list like `router.api_keys`. Keys may have no limits
-    if ``classes`` is ``None``.
-
-    Raises:
-        ValueError: the content is invalid; the message contains no key.
-    """
+    if ``classes`` is ``None``. Raises ValueError: the content is invalid; the message contains no
+    key."""
     try:
         data = yaml.load(raw.decode("utf-8"), Loader=_Loader)
     except UnicodeDecodeError:
@@ -343,11 +334,8 @@ class KeyRing:
         return len(self._keys.holders)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """The client that sent these raw request headers (lower-case names).
-
-        Raises:
-            ApiError: 401.
-        """
+        """The client that sent these raw request headers (lower-case names). Raises ApiError:
+        401."""
         if self.accepts_anyone:
             return ANYONE
         client = self.find(bearer_of(headers))
@@ -424,11 +412,8 @@ class KeyRing:
         return False
 
     def _load(self, raw: bytes) -> _Accepted:
-        """The keys of the configuration and of a file with this content.
-
-        Raises:
-            ValueError: the file cannot be used.
-        """
+        """The keys of the configuration and of a file with this content. Raises ValueError: the
+        file cannot be used."""
         entries = self._entries + parse_keys(raw, self._classes)
         check_entries(entries, self._classes or (), "the configuration and the file together")
         return self._accepted(entries)
@@ -457,11 +442,7 @@ class KeyRing:
 
 
 def bearer_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The key or token in these raw request headers (lower-case names).
-
-    Raises:
-        ApiError: 401.
-    """
+    """The key or token in these raw request headers (lower-case names). Raises ApiError: 401."""
     found = [(name, value) for name, value in headers if name in (b"authorization", *_KEY_HEADERS)]
     if len(found) == 1:
         name, value = found[0]
@@ -480,11 +461,7 @@ def unknown_key() -> ApiError:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        ValueError: it is too large. OSError: it cannot be read.
-    """
+    """The bytes of a file. Raises ValueError: it is too large. OSError: it cannot be read."""
     with path.open("rb") as file:
         raw = file.read(MAX_FILE_BYTES + 1)
     if len(raw) > MAX_FILE_BYTES:

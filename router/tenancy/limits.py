@@ -210,11 +210,7 @@ class LimitCheck:
         self.clamped: dict[str, str] = {}
 
     def service_class(self, asked: str, said_in: str | None) -> str:
-        """The service class of the request.
-
-        Raises:
-            ApiError: 403.
-        """
+        """The service class of the request. Raises ApiError: 403."""
         allowed = self._caps.classes
         if allowed is None or asked in allowed:
             return asked
@@ -223,11 +219,7 @@ class LimitCheck:
         return allowed[0]
 
     def priority(self, asked: int, said_in: str | None) -> int:
-        """The priority of the request.
-
-        Raises:
-            ApiError: 403.
-        """
+        """The priority of the request. Raises ApiError: 403."""
         most = self._caps.max_priority
         if asked <= most:
             return asked
@@ -236,11 +228,7 @@ class LimitCheck:
         return most
 
     def objective_ms(self, field: str, asked: float | None, said_in: str | None) -> float | None:
-        """An objective of the request, ms.
-
-        Raises:
-            ApiError: 403.
-        """
+        """An objective of the request, ms. Raises ApiError: 403."""
         floor = self._caps.floor_ms(field)
         if asked is None or floor is None or asked >= floor:
             return asked
@@ -378,11 +366,7 @@ class RateLimiter:
         self._accounts: dict[str, _Account] = {}
 
     def count_request(self, client: Client) -> None:
-        """Count a request of ``client``.
-
-        Raises:
-            ApiError: 429, it exceeds the limit.
-        """
+        """Count a request of ``client``. Raises ApiError: 429, it exceeds the limit."""
         self._take("requests", client, 1)
 
     def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:

@@ -56,12 +56,9 @@ _Claim = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def check_url(url: str) -> str:
-    """Check that the signing keys may be read from ``url``, and return it.
-
-    Raises:
-        ValueError: it is no https URL. On this machine, http is sufficient: over a network, whoever
-            could change the answer could sign tokens.
-    """
+    """Check that the signing keys may be read from ``url``, and return it. Raises ValueError: it is
+    no https URL. On this machine, http is sufficient: over a network, whoever could change the
+    answer could sign tokens."""
     parts = urlsplit(url)
     is_safe = parts.scheme == "https" or (
         parts.scheme == "http" and is_loopback(parts.hostname or "")
@@ -260,11 +257,8 @@ class SigningKeys:
         self._pending = False  # a read is wanted or in progress
 
     def find(self, key_id: str, algorithm: str) -> PyJWK | None:
-        """The key; ``None`` if the issuer does not publish it for this algorithm.
-
-        Raises:
-            ApiError: 503, the keys are unknown or too old, or are being read.
-        """
+        """The key; ``None`` if the issuer does not publish it for this algorithm. Raises ApiError:
+        503, the keys are unknown or too old, or are being read."""
         now_s = self._clock()
         is_fresh = now_s - self._read_s <= STALE_S
         key = self._keys.get((key_id, algorithm))
@@ -326,11 +320,8 @@ class SigningKeys:
 
 
 async def _read_jwks(session: aiohttp.ClientSession, config: TokenIssuer) -> list[Any]:
-    """The issuer's keys as published.
-
-    Raises:
-        ValueError: an answer is not what it should be. OSError, aiohttp.ClientError: there is none.
-    """
+    """The issuer's keys as published. Raises ValueError: an answer is not what it should be.
+    OSError, aiohttp.ClientError: there is none."""
     url = config.jwks_url
     if url is None:
         base = config.issuer.rstrip("/")
@@ -365,11 +356,8 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def _usable(published: list[Any], config: TokenIssuer) -> dict[KeyName, PyJWK]:
-    """The keys that can verify signatures of the accepted algorithms; others are left out.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The keys that can verify signatures of the accepted algorithms; others are left out. Raises
+    ValueError: there are none."""
     usable: dict[KeyName, PyJWK] = {}
     for entry in published:
         key_id = entry.get("kid") if isinstance(entry, dict) else None
@@ -483,12 +471,8 @@ class TokenVerifier:
         self._tenants: OrderedDict[str, tuple[Client, float]] = OrderedDict()
 
     def check(self, token: bytes) -> Client:
-        """The client of a token.
-
-        Raises:
-            ApiError: 401, what is wrong with it. 403, its tenant has no limits here. 503, the keys
-                of its issuer are unknown.
-        """
+        """The client of a token. Raises ApiError: 401, what is wrong with it. 403, its tenant has
+        no limits here. 503, the keys of its issuer are unknown."""
         if len(token) > MAX_TOKEN_BYTES:
             raise refused(f"The token has {len(token)} bytes; allowed are {MAX_TOKEN_BYTES}.")
         digest = hashlib.sha256(token).digest()
@@ -525,11 +509,7 @@ class TokenVerifier:
         return accepted.issuer.keys.find(*accepted.key_name) is accepted.key
 
     def _verify(self, token: bytes, now_s: float) -> _Accepted:
-        """Verify a token.
-
-        Raises:
-            ApiError: as :meth:`check`.
-        """
+        """Verify a token. Raises ApiError: as :meth:`check`."""
         issuer, key_name = self._origin(token)
         key = issuer.keys.find(*key_name)
         if key is None:
@@ -558,10 +538,7 @@ class TokenVerifier:
 
     def _origin(self, token: bytes) -> tuple[_Issuer, tuple[str, str]]:
         """The issuer that a token names, and the name of its key there. Nothing is verified yet.
-
-        Raises:
-            ApiError: 401.
-        """
+        Raises ApiError: 401."""
         try:
             found = jwt.decode_complete(token, options={"verify_signature": False})
         except (PyJWTError, ValueError, TypeError):
@@ -598,11 +575,8 @@ def _keep(kept: OrderedDict[Any, Any], key: object, value: object, most: int) ->
 
 
 def _check_times(claims: Mapping[str, Any], now_s: float) -> float:
-    """Check ``exp``, ``nbf`` and ``iat``. Returns when the token ceases to be accepted.
-
-    Raises:
-        ApiError: 401.
-    """
+    """Check ``exp``, ``nbf`` and ``iat``. Returns when the token ceases to be accepted. Raises
+    ApiError: 401."""
     for name in ("exp", "nbf", "iat"):
         value = claims.get(name, 0)
         if not isinstance(value, int | float) or not abs(value) < 1e12:
@@ -616,11 +590,8 @@ def _check_times(claims: Mapping[str, Any], now_s: float) -> float:
 
 
 def _client_of(claims: Mapping[str, Any], issuer: _Issuer) -> Client:
-    """The client of a verified token.
-
-    Raises:
-        ApiError: 401, it names no tenant. 403, no limits are configured for it.
-    """
+    """The client of a verified token. Raises ApiError: 401, it names no tenant. 403, no limits are
+    configured for it."""
     config = issuer.config
     tenant = claims.get(config.tenant_claim)
     if not isinstance(tenant, str) or not 1 <= len(tenant) <= MAX_TENANT:
@@ -672,11 +643,8 @@ class ApiClients:
         return self._keys.accepts_anyone and not self._tokens.has_issuers
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """The client that sent these raw request headers (lower-case names).
-
-        Raises:
-            ApiError: 401; of a token also 403 and 503.
-        """
+        """The client that sent these raw request headers (lower-case names). Raises ApiError: 401;
+        of a token also 403 and 503."""
         if self.accepts_anyone:
             return ANYONE
         bearer = bearer_of(headers)

@@ -42,6 +42,19 @@ LEAST_LOST = 3.0
 """Minimum number of recently lost requests for which a replica is added."""
 
 
+KV_LOAD = 0.85
+"""Share of the KV blocks that may be in use."""
+
+BEST_EFFORT_WITHIN_S = 60.0
+"""Time within which waiting best-effort prefills should be done, seconds."""
+
+DOWN_MARGIN = 0.15
+"""A replica is removed only if the others would stay this share below their limits."""
+
+MAX_STEP_UP = 8
+"""Most replicas added at once."""
+
+
 class HeadRoomOptions(PolicyOptions):
     """How much head-room is kept, and how fast a pool may change."""
 
@@ -71,28 +84,12 @@ class HeadRoomOptions(PolicyOptions):
         description="Target share of the requests with an objective that are guaranteed and meet "
         "it; below it, a replica is added.",
     )
-    kv_load: float = Field(
-        default=0.85, gt=0, le=1, description="Share of the KV blocks that may be in use."
-    )
-    best_effort_within_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="Time within which waiting best-effort prefills should be done, seconds.",
-    )
-    down_margin: float = Field(
-        default=0.15,
-        ge=0,
-        lt=1,
-        description="A replica is removed only if the others would stay this share below their "
-        "limits.",
-    )
     down_after_s: float = Field(
         default=180.0,
         ge=0,
         description="Time for which fewer replicas must suffice without a break before one is "
         "removed, seconds; it restarts after each removal.",
     )
-    max_step_up: int = Field(default=8, ge=1, description="Most replicas added at once.")
     max_step_down: int = Field(default=1, ge=1, description="Most replicas removed at once.")
 
 
@@ -143,14 +140,14 @@ class HeadRoom(AutoscalingPolicy):
     addition:
 
     - a pool whose replicas have no admission budget left needs enough more replicas to have some;
-    - the KV in use must be within ``kv_load``;
-    - waiting best-effort prefills must be done within ``best_effort_within_s``;
+    - the KV in use must be within :data:`KV_LOAD`;
+    - waiting best-effort prefills must be done within :data:`BEST_EFFORT_WITHIN_S`;
     - if more SLOs are lost than ``attainment`` allows, although the pool has the replicas required
       above, one is added as a trial. If it helps, ``limit`` is lowered below the load at which SLOs
       were lost; if not, they are lost for another reason.
 
     A pool grows at once. It shrinks when for ``down_after_s`` fewer replicas would have been below
-    the limit by ``down_margin``, to the maximum needed in that time.
+    the limit by :data:`DOWN_MARGIN`, to the maximum needed in that time.
     """
 
     name = "head_room"
@@ -181,7 +178,7 @@ class HeadRoom(AutoscalingPolicy):
         if lost:
             up, down, reason = max(up, pool.target + 1), pool.target, lost
         if up > pool.target:
-            target = pool.bounded(min(up, pool.target + self.options.max_step_up))
+            target = pool.bounded(min(up, pool.target + MAX_STEP_UP))
             grown_s = load.now_s if target > pool.target else memory.grown_s
             memory = memory._replace(grown_s=grown_s, low_since_s=-1.0, low_most=0)
         else:
@@ -257,18 +254,18 @@ class HeadRoom(AutoscalingPolicy):
         trend = (memory.demand_s - memory.slow_s) / (self._slow_s - options.smoothing_s)
         ahead_s = trend * (options.startup_s + options.smoothing_s)
         forecast = min(memory.demand_s + max(0.0, ahead_s), MOST_GROWTH * memory.demand_s)
-        best_effort = load.best_effort_s / options.best_effort_within_s
+        best_effort = load.best_effort_s / BEST_EFFORT_WITHIN_S
         wants = {
             f"demand {forecast:.2f} at {memory.limit:.2f} each": forecast / memory.limit,
             f"admission budget {memory.pressure:.0%} taken": (
                 load.ready * memory.pressure if memory.pressure > 1.0 else 0.0
             ),
-            f"KV {load.kv_share:.0%} in use": load.ready * load.kv_share / options.kv_load,
+            f"KV {load.kv_share:.0%} in use": load.ready * load.kv_share / KV_LOAD,
             f"best effort {best_effort:.2f} beside": memory.demand_s + best_effort,
         }
         reason = max(wants, key=lambda name: wants[name])
         usual = max(forecast, memory.demand_s, memory.slow_s)
-        lower = max(usual / memory.limit, *wants.values()) / (1.0 - options.down_margin)
+        lower = max(usual / memory.limit, *wants.values()) / (1.0 - DOWN_MARGIN)
         return _whole(wants[reason]), _whole(lower), reason
 
     def _learnt(self, load: Load, pool: Pool, memory: _Memory, needed: int) -> tuple[_Memory, str]:

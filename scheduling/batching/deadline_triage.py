@@ -552,6 +552,15 @@ TTFT_MEMORY_S = 60.0
 """How long a TTFT counts as recent, seconds after its request has left the queue."""
 
 
+TAIL_BACKLOG_S = 0.3
+"""Backlog of shed prefills, seconds of work, up to which the tail gets its largest share of a
+batch; with a larger backlog its share shrinks in proportion."""
+
+TAIL_RESERVE = 0.05
+"""Share of the KV blocks and of the sequences that the tail leaves free for requests whose
+deadlines can be met."""
+
+
 class DeadlineTriageOptions(PolicyOptions):
     """Options of :class:`DeadlineTriage`."""
 
@@ -569,20 +578,6 @@ class DeadlineTriageOptions(PolicyOptions):
         "latency model's own head-room: step times vary around their prediction, the model has "
         "errors, and a TPOT measured as a maximum tolerates neither. It is larger while recent "
         "steps were further from their prediction.",
-    )
-    tail_backlog_s: float = Field(
-        default=0.3,
-        gt=0,
-        le=3600,
-        description="Backlog of shed prefills, seconds of work, up to which the tail gets its "
-        "largest share of a batch; with a larger backlog its share shrinks in proportion.",
-    )
-    tail_reserve: float = Field(
-        default=0.05,
-        ge=0,
-        le=0.9,
-        description="Share of the KV blocks and of the sequences that the tail leaves free for "
-        "requests whose deadlines can be met.",
     )
     patience_s: float = Field(
         default=30.0,
@@ -659,8 +654,6 @@ class DeadlineTriage(BatchPolicy):
         super().__init__(options)
         self._anchor = options.anchor.code
         self._headroom = options.headroom
-        self._tail_backlog_s = options.tail_backlog_s
-        self._tail_reserve = options.tail_reserve
         self._lane = AgedLane(options.patience_s, options.aged_share)
         self._least_ttft_s = inf
         self._least_seen_s = -inf
@@ -736,7 +729,7 @@ class DeadlineTriage(BatchPolicy):
 
         # 3. Urgent decodes: first those that can be on time or have been late for longer than the
         # patience, then the other late ones, which leave prefills their share of the batch.
-        scarce = room < growth or places < self._tail_reserve * len(table)
+        scarce = room < growth or places < TAIL_RESERVE * len(table)
         urgent = len(decodes.rows)
         if not scarce and not fit_beside(
             kept, left_s, work_s, step_s, decodes.least_pace_s, usable
@@ -774,7 +767,7 @@ class DeadlineTriage(BatchPolicy):
             late_count = int(np.searchsorted(decodes.left_s, 0.0))
             standby = _standby(table, decodes, latency)
             # With nothing else to run, a prompt of nearly all blocks must not wait for its reserve.
-            reserve = 0.0 if batch.empty else self._tail_reserve
+            reserve = 0.0 if batch.empty else TAIL_RESERVE
             limits = Limits(standby, late_count, active, reserve)
             rows = tail(batch, table, shed, running, left_s, work_s, limits)
             batch.take(rows, min(until_s, batch.cost_s + tail_s))
@@ -834,7 +827,7 @@ class DeadlineTriage(BatchPolicy):
             # No request limits the batch: it is full if the queue has no deadline at all.
             deadlines = np.isfinite(left_s).any()
             return LONGEST_STEPS * latency.fixed_s if deadlines else inf
-        share = min(0.8, max(0.1, self._tail_backlog_s / max(float(shed_s.sum()), 1e-9)))
+        share = min(0.8, max(0.1, TAIL_BACKLOG_S / max(float(shed_s.sum()), 1e-9)))
         return share * min(decodes.least_pace_s, LONGEST_STEPS * latency.fixed_s)
 
 
