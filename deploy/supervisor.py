@@ -99,7 +99,7 @@ class Supervised:
         threading.Thread(target=_listen, args=heard, daemon=True).start()
 
     def start(self, stop: StopSignals) -> None:
-        """Return once the application answers. All is started anew where Ray is too slow.
+        """Return once the application answers. Everything is started again where Ray is too slow.
 
         Raises:
             StartError: it cannot be served; the message says why.

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.stall_detector import MAX_NAMES
+from sluice.router.metrics.instruments import MAX_NAMES
 from sluice.router.request.prompt import CHARACTERS_PER_TOKEN, UNSTATED_OUTPUT_TOKENS
 from sluice.router.tenancy.auth import POLL_S, WEAK_CHARACTERS, ApiKey, client_of, parse_keys
 from sluice.router.tenancy.limits import EXCHANGE_S, Client, RateLimiter, TenantLimits
