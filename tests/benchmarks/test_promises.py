@@ -20,8 +20,7 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Truth
 from sluice.simulation.run import simulate
-from tests.simulation.clusters import batch
-from tests.simulation.loads import MODEL, workload
+from tests.simulation.loads import MODEL, batch, workload
 
 
 def rows_of(load: float, **kept: tuple[int, int]) -> list[Row]:

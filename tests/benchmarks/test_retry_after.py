@@ -19,8 +19,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Truth
 from sluice.simulation.requests import Requests, Return
 from sluice.simulation.run import simulate
-from tests.simulation.clusters import batch
-from tests.simulation.loads import MODEL, workload
+from tests.simulation.loads import MODEL, batch, workload
 
 
 def served() -> Requests:

@@ -49,8 +49,18 @@ from sluice.simulation.run import TOO_LONG, Result, simulate
 from sluice.simulation.workload import Workload
 from tests.examples import examples
 from tests.light_engine import LIGHT_ENGINE
-from tests.simulation.clusters import EXACT, batch, ended_well, pools, route, steady
-from tests.simulation.loads import MODEL, families, workload, workloads
+from tests.simulation.loads import (
+    EXACT,
+    MODEL,
+    batch,
+    ended_well,
+    families,
+    pools,
+    route,
+    steady,
+    workload,
+    workloads,
+)
 
 
 def test_one_replica_next_door_is_the_bare_engine() -> None:

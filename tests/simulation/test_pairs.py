@@ -21,8 +21,7 @@ from sluice.simulation.config import (
 )
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.run import Result, simulate
-from tests.simulation.clusters import EXACT, batch, ended_well, pools, route, steady
-from tests.simulation.loads import MODEL, workload
+from tests.simulation.loads import EXACT, MODEL, batch, ended_well, pools, route, steady, workload
 
 PAIR = pools(dispatch_s=0, transfer_s=0.003, transfer_tokens_per_s=100_000)
 

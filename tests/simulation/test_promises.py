@@ -15,8 +15,7 @@ from sluice.simulation.mirror import Judged, late, observed
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result, simulate
 from sluice.simulation.workload import Arrival, Stage, Workload
-from tests.simulation.clusters import EXACT, batch, route
-from tests.simulation.loads import MODEL, of, workload, workloads
+from tests.simulation.loads import EXACT, MODEL, batch, of, route, workload, workloads
 
 STATED = SLO(ttft_s=0.5, tpot_s=0.05, e2e_s=4.0)
 

@@ -28,8 +28,7 @@ from sluice.simulation.replica import Events
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
 from sluice.simulation.workload import Arrival, Stage, Workload
-from tests.simulation.clusters import EXACT, batch, ended_well, route
-from tests.simulation.loads import workload
+from tests.simulation.loads import EXACT, batch, ended_well, route, workload
 
 MODEL = LinearLatency(a=0.01, b=0.001)
 OBJECTIVE = SLO(ttft_s=1.0, tpot_s=0.1)
