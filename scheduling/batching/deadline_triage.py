@@ -731,10 +731,10 @@ class DeadlineTriage(BatchPolicy):
         # patience, then the other late ones, which leave prefills their share of the batch.
         scarce = room < growth or places < TAIL_RESERVE * len(table)
         urgent = len(decodes.rows)
-        if not scarce and not fit_beside(
-            kept, left_s, work_s, step_s, decodes.least_pace_s, usable
-        ):
-            urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + decodes.least_pace_s))
+        if not scarce and len(kept):
+            pace_s = decodes.least_pace_s
+            if not fit_beside(kept, left_s, work_s, step_s, pace_s, usable):
+                urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + pace_s))
         rows = decodes.rows[:urgent]
         first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -self._lane.patience_s)
         if len(rows):
