@@ -286,15 +286,18 @@ class VLLM(RoutingPolicy):
         return int(np.argmin(4 * waiting + figures[:, RUNNING_THERE]))
 
 
-_LOCAL = {each.name: each for each in (WeightedVTC, SarathiPriority, SJF, DEDF)}
+_LOCAL = {
+    **batching.POLICIES.own,
+    **{each.name: each for each in (WeightedVTC, SarathiPriority, SJF, DEDF)},
+}
 _ORDER = (
     *("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "edf", "sjf", "d_edf", "s_edf"),
     *("fairbatching", "slidebatching", "annealing", "slos_serve", "deadline_triage"),
 )
 LOCAL: Registry[BatchPolicy] = Registry(
-    "batching", BatchPolicy, ({**batching.POLICIES.own, **_LOCAL}[name] for name in _ORDER)
+    "batching", BatchPolicy, (_LOCAL[name] for name in dict.fromkeys((*_ORDER, *_LOCAL)))
 )
-"""Local policies by name, in the order of the tables."""
+"""Local policies by name, in the order of the tables; new ones come last."""
 
 _PLAIN = ("round_robin", "power_of_two", "min_load")
 ROUTERS: Registry[RoutingPolicy] = Registry(
