@@ -33,6 +33,20 @@ INSTEAD = {
 
 _PHRASE = "|".join(INSTEAD).replace(" ", r"(?: +|[ ]*\n[ ]*(?:# )?)")
 _PHRASES = re.compile(rf"(?<![\w`])(?:{_PHRASE})(?![\w`])", re.IGNORECASE)
+NAMES_INSTEAD = {
+    r"in_vain": "without success",
+    r"shunned": "excluded",
+    r"CURED|UNLEARN\w*|LEAST_LOST|MORE_THAN_BORNE": "what the number bounds",
+    r"[Ww]itness": "decision inputs",
+    r"[Ww]orthier": "of more worth per second",
+    r"Voices": "messages",
+    r"[Ll]eash|Caps": "limits",
+    r"Suspect": "stalled replica, suspected request",
+    r"ToldError": "the error that is stated",
+}
+"""Names in code, as regular expressions, that a reader had to decode, and what to write instead."""
+
+_NAMES = re.compile(rf"(?<![\w`])(?:{'|'.join(NAMES_INSTEAD)})(?![\w`])")
 _FOLDERS = ("router", "controller", "replica", "scheduling", "simulation", "benchmarks", "deploy")
 _FOLDERS += ("protocol", "telemetry", "helm", "docs")
 _KINDS = {".py", ".md", ".yaml", ".yml", ".tpl", ".html", ".js", ".lua"}
@@ -56,6 +70,17 @@ def test_sources_and_documents_hold_no_phrase_of_the_list() -> None:
         f"{path.relative_to(ROOT)}:{line}: {' '.join(phrase.split())!r}"
         for path in paths
         for line, phrase in hits(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_names_in_code_are_the_fields_terms() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match.group()!r}"
+        for path in texts()
+        if path.suffix == ".py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for match in _NAMES.finditer(line)
     ]
     assert not found, "\n".join(found)
 

@@ -22,23 +22,23 @@ MOST_SCALING = 4.0
 """Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
 guarantee."""
 
-LEAST_LIMIT = 0.3
+MIN_LIMIT = 0.3
 """Lower bound of the learned load limit of a replica."""
 
 LEARNT_STEP = 0.9
 """Learned load limit, as a share of the load at which SLOs were lost."""
 
-UNLEARN_S = 3600.0
+LIMIT_MEMORY_S = 3600.0
 """Time in which the learned limit loses ``1 - 1/e`` of its effect, seconds."""
 
-CURED = 0.6
+MAX_LOSS_RATIO = 0.6
 """A new replica has helped if the losses fall below this share of the losses before it."""
 
-MORE_THAN_BORNE = 1.5
+MIN_LOSS_RATIO = 1.5
 """Another replica is tried when the losses exceed this many times the losses that added replicas
 did not cure."""
 
-LEAST_LOST = 3.0
+MIN_LOST = 3.0
 """Minimum number of recently lost requests for which a replica is added."""
 
 
@@ -221,7 +221,7 @@ class HeadRoom(AutoscalingPolicy):
         passed_s = load.now_s - last.now_s
         fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
         slow = 1.0 - exp(-passed_s / self._slow_s)
-        unlearn = 1.0 - exp(-passed_s / UNLEARN_S)
+        unlearn = 1.0 - exp(-passed_s / LIMIT_MEMORY_S)
 
         def rate(mean: float, now: float, then: float) -> float:
             return mean + slow * ((now - then) / passed_s - mean)
@@ -281,15 +281,15 @@ class HeadRoom(AutoscalingPolicy):
             return memory, ""
         lost = memory.lost / memory.asked
         if memory.trial > 0:
-            if lost < CURED * memory.trial:
-                limit = max(LEAST_LIMIT, min(memory.limit, LEARNT_STEP * memory.trial_load))
+            if lost < MAX_LOSS_RATIO * memory.trial:
+                limit = max(MIN_LIMIT, min(memory.limit, LEARNT_STEP * memory.trial_load))
                 memory = memory._replace(limit=limit)
             else:
                 memory = memory._replace(borne=max(lost, memory.trial))
             memory = memory._replace(trial=0.0)
-        allowed = max(1.0 - options.attainment, MORE_THAN_BORNE * memory.borne)
+        allowed = max(1.0 - options.attainment, MIN_LOSS_RATIO * memory.borne)
         # Few in the time over which they are counted are chance.
-        chance = memory.lost * self._slow_s < LEAST_LOST
+        chance = memory.lost * self._slow_s < MIN_LOST
         if lost <= allowed or chance or needed > pool.target or pool.target >= pool.most:
             return memory, ""
         held = memory.demand_s / load.ready

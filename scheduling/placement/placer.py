@@ -70,7 +70,7 @@ class DecisionInputs(NamedTuple):
     untried: frozenset[int] = frozenset()
 
 
-Witness = Callable[[DecisionInputs], None]
+OnDecision = Callable[[DecisionInputs], None]
 
 
 class _Asked(NamedTuple):
@@ -134,7 +134,7 @@ class Placer:
             all.
         admission: decides which replicas can guarantee it; ``None``: nothing is guaranteed, and
             only requests that ask for best effort get it.
-        witness: receives the inputs of each decision with at least one replica to choose.
+        on_decision: receives the inputs of each decision with at least one replica to choose.
         calibration: by how much earlier than due a guarantee is planned; ``None``: not earlier.
         lengths: observed output lengths; ``None``: none are known.
         cold_start: decides while a model that may have no replica has none; ``None``: it always has
@@ -146,7 +146,7 @@ class Placer:
         fleet: Fleet,
         routing: RoutingPolicy,
         admission: AdmissionPolicy | None,
-        witness: Witness | None = None,
+        on_decision: OnDecision | None = None,
         calibration: Calibration | None = None,
         lengths: OutputLengths | None = None,
         cold_start: ColdStart | None = None,
@@ -154,7 +154,7 @@ class Placer:
         self._fleet = fleet
         self._routing = routing
         self._admission = admission
-        self._witness = witness
+        self._on_decision = on_decision
         self._lengths = lengths if lengths is not None else OutputLengths()
         self.cold_start = cold_start
         self.demand = Demand()
@@ -298,7 +298,7 @@ class Placer:
             return self._promise(asked, asked.wanted, at)
         if Tier.GUARANTEED not in job.query.tiers or self._admission is not None:
             return self._best_effort(job, second)
-        if self._witness is not None:
+        if self._on_decision is not None:
             self._tell(job, None, self._ahead_s(job), second)
         return self._place(job, self._choose(job, self._routing.choose), second)
 
@@ -385,10 +385,12 @@ class Placer:
         ahead_s: Floats | None,
         second: DecodeChoice | None,
     ) -> None:
-        if self._witness is not None:
+        if self._on_decision is not None:
             fleet = self._fleet
             ids, untried = fleet.ids, fleet.untried
-            self._witness(DecisionInputs(job, ids, len(fleet), promises, ahead_s, second, untried))
+            self._on_decision(
+                DecisionInputs(job, ids, len(fleet), promises, ahead_s, second, untried)
+            )
 
     def _choose(self, job: Job, choose: Callable[[Job, Fleet], int], at: int | None = None) -> int:
         if at is not None and at in job.rows:

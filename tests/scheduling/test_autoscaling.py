@@ -22,7 +22,7 @@ from sluice.scheduling.autoscaling import (
     State,
     make_policy,
 )
-from sluice.scheduling.autoscaling.head_room import LEAST_LIMIT
+from sluice.scheduling.autoscaling.head_room import MIN_LIMIT
 from tests.examples import examples
 
 INTERVAL_S = 2.0
@@ -232,7 +232,7 @@ class TestHeadRoom:
             life.look(7.0, judged=0.98 if crowded else 1.0)
         assert life.pool.target >= 12
         assert "lost at a load of" in life.reasons[0]
-        assert LEAST_LIMIT <= life.state["limit"] < 0.7
+        assert MIN_LIMIT <= life.state["limit"] < 0.7
 
     def test_what_replicas_do_not_cure_is_borne(self) -> None:
         """Requests that are late on any number of replicas, such as objectives that cannot be."""
