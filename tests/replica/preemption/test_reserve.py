@@ -151,7 +151,7 @@ class TestKeep:
     """Two prefills of 4096 tokens, at most 2048 of them in a batch: 16 MiB each; three runners."""
 
     def test_takes_it_from_what_vllm_would_take(self):
-        executor = Executor(batch_tokens=4096)
+        executor = Executor(chunk_tokens=4096)
         assert keep(executor, [100 * MIB, 90 * MIB]) == [56 * MIB, 46 * MIB]
         assert executor.reserve == Reserve(2, 2048, 16 * MIB, 4 * MIB)
 
@@ -160,7 +160,7 @@ class TestKeep:
 
     def test_refuses_a_stated_size_that_does_not(self):
         with pytest.raises(NoMemoryError, match=r"kv-cache-memory-bytes is 57\.0 MiB.*only 100\.0"):
-            keep(Executor(stated=57 * MIB, batch_tokens=4096), [57 * MIB] * 2)
+            keep(Executor(stated=57 * MIB, chunk_tokens=4096), [57 * MIB] * 2)
 
     def test_refuses_to_leave_nothing(self):
         reason = (
@@ -169,7 +169,7 @@ class TestKeep:
             "engine.preemption.depth"
         )
         with pytest.raises(NoMemoryError, match=re.escape(reason)):
-            keep(Executor(batch_tokens=4096), [100 * MIB, 44 * MIB])
+            keep(Executor(chunk_tokens=4096), [100 * MIB, 44 * MIB])
 
     def test_is_nothing_without_preemption(self):
         assert keep(Executor(granularity="off"), [5]) == [5]
