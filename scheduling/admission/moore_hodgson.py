@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +46,7 @@ from sluice.scheduling.fleet.rows import (
     spare_s,
 )
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.job import Job, Replicas, Stated
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 # Capacity for the prompts of later stages of guaranteed requests, such as tool results.
@@ -147,54 +146,54 @@ class MooreHodgson(AdmissionPolicy):
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Test each replica."""
         return Promises(
-            *promises(fleet.arrays, job.candidates, job.asked, job.later, self._headroom)
+            *promises(fleet.arrays, job.replicas, job.stated, job.later, self._headroom)
         )
 
 
 @compiled
 def promises(
-    fleet: FleetArrays, candidates: Any, asked: Any, later: Floats, headroom: float
+    fleet: FleetArrays, replicas: Replicas, stated: Stated, later: Floats, headroom: float
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Test each of ``candidates``; return the fields of
+    """Test each of ``replicas``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    count = candidates.shape[0]
+    rows, all_cached, all_work_s, lead_s, all_splits = replicas
+    (
+        now_s, job_due_s, waited_s, job_tpot_s, priority, prompt_tokens, output_tokens,
+        reserve_tokens, job_worthier_s, moved,
+    ) = stated  # fmt: skip
+    count = rows.shape[0]
     holds = np.empty(count, np.bool_)
     ttft_s, wait_s = np.empty(count), np.empty(count)
     binds = np.zeros(count, np.int8)
-    job = asked[0]
-    now_s, prompt_tokens = job.now_s, job.prompt_tokens
     all_figures, all_pieces, starts, prefills, loads, _ = fleet
     for place in range(count):
-        candidate = candidates[place]
-        row, splits, work_s = candidate.row, candidate.splits, candidate.work_s
+        row, splits, work_s = rows[place], all_splits[place], all_work_s[place]
         of, pieces = all_figures[row], all_pieces[row]
         queue, decodes = prefills[starts[row] :], loads[starts[row] :]
         own_s = most_work_s(pieces, 1.0, prompt_tokens)
-        due_s = job.due_s - candidate.lead_s
-        tpot_s = inf if splits else job.tpot_s
+        due_s = job_due_s - lead_s[place]
+        tpot_s = inf if splits else job_tpot_s
         all_s, step_s = work_s, own_s
-        kept = reserve_at(of, job.reserve_tokens)
+        kept = reserve_at(of, reserve_tokens)
         if kept > 0.0:
             all_s += most_work_s(pieces, kept, 0.0)
             step_s += most_work_s(pieces, 1.0, kept)
         # An idle replica keeps nothing for others.
-        worthier_s = job.worthier_s if of[PROMISED] > 0.0 else 0.0
+        worthier_s = job_worthier_s if of[PROMISED] > 0.0 else 0.0
         all_s += later_work_s(of, due_s - now_s) + worthier_s
         own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
         if not splits:
             later_s = later_late_by(of, pieces, decodes, later, prompt_tokens, headroom)
             own_late_s = max(own_late_s, later_s)
-        new = Prefill(all_s, due_s, tpot_s, job.priority, step_s)
+        new = Prefill(all_s, due_s, tpot_s, priority, step_s)
         others_late_s = others_late_by(of, queue, decodes, new, now_s, headroom)
         late_s = max(own_late_s, others_late_s)
         slow_s = 0.0
         if tpot_s < inf:
-            slow_s = pace_wait_s(of, decodes, step_s, tpot_s, job.output_tokens, headroom)
-        new_tokens = (
-            prompt_tokens if job.moved else max(1.0, prompt_tokens - candidate.cached_tokens)
-        )
+            slow_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
+        new_tokens = prompt_tokens if moved else max(1.0, prompt_tokens - all_cached[place])
         room_s = room_wait_s(of, prompt_tokens, new_tokens, now_s, due_s - work_s, kept)
-        fresh_s = due_s - now_s + job.waited_s
+        fresh_s = due_s - now_s + waited_s
         alone = fits_alone(of, work_s, own_s, fresh_s, tpot_s, headroom)
         holds[place] = alone and max(late_s, slow_s, room_s) <= 0.0
         wait_s[place] = 0.0

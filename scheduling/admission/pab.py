@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from sluice.scheduling.admission.first_token import first_token_s
 from sluice.scheduling.admission.room import fits_alone, reserve_at
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import FleetArrays, budget_s
-from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.job import Job, Replicas, Stated
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 
@@ -42,32 +41,33 @@ class PABAdmission(AdmissionPolicy):
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Compare the prompt with each budget."""
-        return Promises(*promises(fleet.arrays, job.candidates, job.asked))
+        return Promises(*promises(fleet.arrays, job.replicas, job.stated))
 
 
 @compiled
 def promises(
-    fleet: FleetArrays, candidates: Any, asked: Any
+    fleet: FleetArrays, replicas: Replicas, stated: Stated
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Test each of ``candidates``; return the fields of
+    """Test each of ``replicas``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    count = candidates.shape[0]
+    rows, _, all_work_s, lead_s, _ = replicas
+    now_s, job_due_s, waited_s, reserve_tokens = stated[0], stated[1], stated[2], stated[7]
+    figures, pieces, starts, all_prefills, all_loads, _ = fleet
+    count = rows.shape[0]
     holds, binds = np.empty(count, np.bool_), np.zeros(count, np.int8)
     ttft_s, wait_s = np.empty(count), np.zeros(count)
-    job = asked[0]
     for place in range(count):
-        candidate = candidates[place]
-        row, work_s, due_s = candidate.row, candidate.work_s, job.due_s - candidate.lead_s
-        of, start = fleet.figures[row], fleet.starts[row]
-        prefills, loads = fleet.prefills[start:], fleet.loads[start:]
-        left_s = budget_s(of, prefills, loads, job.now_s, due_s) - work_s
-        kept = reserve_at(of, job.reserve_tokens)
+        row, work_s, due_s = rows[place], all_work_s[place], job_due_s - lead_s[place]
+        of, start = figures[row], starts[row]
+        prefills, loads = all_prefills[start:], all_loads[start:]
+        left_s = budget_s(of, prefills, loads, now_s, due_s) - work_s
+        kept = reserve_at(of, reserve_tokens)
         if kept > 0.0:
-            left_s -= most_work_s(fleet.pieces[row], kept, 0.0)
+            left_s -= most_work_s(pieces[row], kept, 0.0)
         holds[place] = left_s >= 0.0
         if not holds[place]:
             binds[place] = Constraint.PREFILL_BUDGET
-            fresh_s = due_s - job.now_s + job.waited_s
+            fresh_s = due_s - now_s + waited_s
             wait_s[place] = -left_s if fits_alone(of, work_s, 0.0, fresh_s, inf, 0.0) else inf
-        ttft_s[place] = first_token_s(of, prefills, work_s, job.now_s, due_s)
+        ttft_s[place] = first_token_s(of, prefills, work_s, now_s, due_s)
     return holds, ttft_s, wait_s, binds

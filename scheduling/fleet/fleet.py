@@ -92,6 +92,9 @@ class Fleet:
         self.prefills: Floats = np.zeros((0, PREFILL_FIELDS))
         self.loads: Floats = np.zeros((0, LOAD_FIELDS))
         self.lent: Floats = np.zeros((0, LENT_FIELDS))
+        self.arrays: FleetArrays
+        """The arrays, for compiled loops; valid until the next change."""
+        self._renew_arrays()
         self._rooms: Ints = np.zeros(0, np.int64)
         self._used = 0
         self._reports: list[Report | None] = []
@@ -116,12 +119,9 @@ class Fleet:
     def __len__(self) -> int:
         return len(self.row_of)
 
-    @property
-    def arrays(self) -> FleetArrays:
-        """The arrays, for compiled loops; valid until the next change."""
-        return FleetArrays(
-            self.figures, self.pieces, self.starts, self.prefills, self.loads, self.lent
-        )
+    def _renew_arrays(self) -> None:
+        """One of the arrays is another one now."""
+        self.arrays = self.figures, self.pieces, self.starts, self.prefills, self.loads, self.lent
 
     # Membership.
 
@@ -399,6 +399,7 @@ class Fleet:
         more = len(pieces) - self.pieces.shape[1]
         if more > 0:
             self.pieces = np.pad(self.pieces, ((0, 0), (0, more), (0, 0)))
+            self._renew_arrays()
         self.pieces[row, : len(pieces)] = pieces
         self.pieces[row, len(pieces) :] = 0.0
 
@@ -428,6 +429,7 @@ class Fleet:
             array = getattr(self, name)
             room = np.zeros((more, *array.shape[1:]), array.dtype)
             setattr(self, name, np.concatenate((array, room)))
+        self._renew_arrays()
         self._heard_s = np.concatenate((self._heard_s, np.full(more, -inf)))
         self._gone_until_s = np.concatenate((self._gone_until_s, np.full(more, -inf)))
         self._willing = np.concatenate((self._willing, np.zeros(more, bool)))
@@ -466,6 +468,7 @@ class Fleet:
             self.starts[row] = used
             used = end
         self.prefills, self.loads, self.lent = moved
+        self._renew_arrays()
         self._used = used
 
     def _again(self, replica_id: str) -> None:

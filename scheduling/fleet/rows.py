@@ -110,28 +110,18 @@ FREED_WITHIN_S = 5.0
 """Averaging time of ``BLOCKS_PER_S``, seconds: the real output lengths are unknown."""
 
 
-class FleetArrays(NamedTuple):
-    """The arrays of all replicas, one row each in the first three.
+FleetArrays = tuple[Floats, Floats, Ints, Floats, Floats, Floats]
+"""The arrays of all replicas, for compiled loops; one row each in the first three:
 
-    Attributes:
-        figures: ``float64[rows, FIGURES]``, sums.
-        pieces: ``float64[rows, most pieces, COEFFICIENTS]``, the corrected latency models.
-        starts: ``int64[rows]``, where a replica's entries begin in the other three arrays.
-        prefills: ``float64[room, PREFILL_FIELDS]``, the guaranteed prefills of all replicas; those
-            of a replica are by deadline, with prefix sums of their work, ``figures[row, QUEUED]``
-            from ``starts[row]`` on.
-        loads: ``float64[room, LOAD_FIELDS]``, the guaranteed decodes in the same way,
-            ``figures[row, LOADS]`` from ``starts[row]`` on.
-        lent: ``float64[room, LENT_FIELDS]``, the best-effort prefills by deadline in the same way,
-            ``figures[row, LENT_QUEUED]`` from ``starts[row]`` on.
-    """
-
-    figures: Floats
-    pieces: Floats
-    starts: Ints
-    prefills: Floats
-    loads: Floats
-    lent: Floats
+- ``figures``, ``float64[rows, FIGURES]``: sums.
+- ``pieces``, ``float64[rows, most pieces, COEFFICIENTS]``: the corrected latency models.
+- ``starts``, ``int64[rows]``: where a replica's entries begin in the other three.
+- ``prefills``, ``float64[room, PREFILL_FIELDS]``: the guaranteed prefills of all replicas. Those of
+  a replica are by deadline, with prefix sums of their work: ``figures[row, QUEUED]`` of them.
+- ``loads``, ``float64[room, LOAD_FIELDS]``: the guaranteed decodes in the same way,
+  ``figures[row, LOADS]``.
+- ``lent``, ``float64[room, LENT_FIELDS]``: the best-effort prefills, ``figures[row, LENT_QUEUED]``.
+"""
 
 
 class Prompt(NamedTuple):
@@ -229,11 +219,11 @@ def spare_after_s(
     """What a prefill of ``work_s[i]`` that is due at ``due_s - lead_s[i]`` leaves of the budget of
     each of ``rows``, seconds; negative where it does not fit. ``O(log loads)`` per row."""
     spare = np.empty(rows.shape[0])
+    figures, _, starts, prefills, loads, _ = fleet
     for place in range(rows.shape[0]):
         row = rows[place]
-        start = fleet.starts[row]
-        prefills, loads = fleet.prefills[start:], fleet.loads[start:]
-        own_s = budget_s(fleet.figures[row], prefills, loads, now_s, due_s - lead_s[place])
+        queue, decodes = prefills[starts[row] :], loads[starts[row] :]
+        own_s = budget_s(figures[row], queue, decodes, now_s, due_s - lead_s[place])
         spare[place] = own_s - work_s[place]
     return spare
 

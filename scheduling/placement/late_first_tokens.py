@@ -70,9 +70,10 @@ def _late(
     planned_s: Floats,
     stated_s: Floats,
 ) -> NDArray[np.bool_]:
-    figures, start = fleet.figures[row], fleet.starts[row]
-    prefills, loads = fleet.prefills[start:], fleet.loads[start:]
-    lost_s = lost_time_s(figures, fleet.pieces[row], batch_tokens, step_s[0], step_s[1])
+    all_figures, pieces, starts, all_prefills, all_loads, _ = fleet
+    figures = all_figures[row]
+    prefills, loads = all_prefills[starts[row] :], all_loads[starts[row] :]
+    lost_s = lost_time_s(figures, pieces[row], batch_tokens, step_s[0], step_s[1])
     found = np.zeros(planned_s.shape[0], np.bool_)
     leaving_s = 0.0
     for item in range(planned_s.shape[0]):

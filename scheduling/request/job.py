@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from math import inf
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
@@ -103,34 +104,14 @@ class RouteQuery(NamedTuple):
     only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)] = ()
 
 
-CANDIDATE = np.dtype(
-    [
-        ("row", "<i8"),
-        ("cached_tokens", "<f8"),
-        ("work_s", "<f8"),
-        ("lead_s", "<f8"),
-        ("splits", "?"),
-    ],
-    align=True,
-)
-"""A replica of a :class:`Job`, for compiled loops: its part of the job's arrays."""
+Replicas = tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_]]
+"""The replicas of a :class:`Job` for compiled loops: ``rows``, ``cached_tokens``, ``work_s``,
+``lead_s`` and ``splits``."""
 
-ASKED = np.dtype(
-    [
-        ("now_s", "<f8"),
-        ("due_s", "<f8"),
-        ("waited_s", "<f8"),
-        ("tpot_s", "<f8"),
-        ("priority", "<f8"),
-        ("prompt_tokens", "<f8"),
-        ("output_tokens", "<f8"),
-        ("reserve_tokens", "<f8"),
-        ("worthier_s", "<f8"),
-        ("moved", "?"),
-    ],
-    align=True,
-)
-"""What a :class:`Job` and its query state, for compiled loops."""
+Stated = tuple[float, float, float, float, float, float, float, float, float, bool]
+"""What a :class:`Job` and its query state, for compiled loops: ``now_s``, ``due_s``, ``waited_s``,
+``tpot_s``, ``priority``, ``prompt_tokens``, ``output_tokens``, ``reserve_tokens``, ``worthier_s``
+and ``moved``."""
 
 _NO_STAGES: Floats = np.empty((0, 2))
 
@@ -176,33 +157,22 @@ class Job(NamedTuple):
     def tpot_s(self) -> float:
         """The pace at which its output also meets its end-to-end objective; infinite for none."""
         ttft_s, tpot_s, e2e_s, _ = self.query.slo.columns
-        return paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
+        return tpot_s if e2e_s == inf else paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
 
     @property
-    def candidates(self) -> np.ndarray:
-        """Its replicas as records, :data:`CANDIDATE` ``[n]``."""
-        found = np.empty(len(self.rows), CANDIDATE)
-        found["row"], found["cached_tokens"] = self.rows, self.cached_tokens
-        found["work_s"], found["lead_s"], found["splits"] = self.work_s, self.lead_s, self.splits
-        return found
+    def replicas(self) -> Replicas:
+        """See :data:`Replicas`."""
+        return self.rows, self.cached_tokens, self.work_s, self.lead_s, self.splits
 
     @property
-    def asked(self) -> np.ndarray:
-        """The rest of it as one record, :data:`ASKED` ``[1]``."""
+    def stated(self) -> Stated:
+        """See :data:`Stated`."""
         query = self.query
-        asked = (
-            self.now_s,
-            self.due_s,
-            query.waited_s,
-            self.tpot_s,
-            query.slo.priority,
-            query.prompt_tokens,
-            self.output_tokens,
-            self.reserve_tokens,
-            self.worthier_s,
+        return (
+            self.now_s, self.due_s, float(query.waited_s), self.tpot_s, query.slo.columns[3],
+            float(query.prompt_tokens), self.output_tokens, self.reserve_tokens, self.worthier_s,
             self.moved,
-        )
-        return np.array([asked], ASKED)
+        )  # fmt: skip
 
     @property
     def later(self) -> Floats:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from math import inf
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -43,8 +43,9 @@ from sluice.scheduling.fleet.rows import (
     Prefill,
 )
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.job import Job, Replicas
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
-from sluice.scheduling.routing.base import Job, RoutingPolicy
+from sluice.scheduling.routing.base import RoutingPolicy
 
 LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
@@ -195,9 +196,8 @@ def gains_of(
         own: whether each replica counts by the order of its own local policy and with its
             best-effort requests; else by SlideBatching's, and without them.
     """
-    found: tuple[Floats, Floats, Floats] = gains(
-        fleet.arrays, job.candidates, job.asked, gamma, own
-    )
+    asked = job.now_s, job.due_s, job.tpot_s, job.query.slo.columns[3]
+    found: tuple[Floats, Floats, Floats] = gains(fleet.arrays, job.replicas, asked, gamma, own)
     return found
 
 
@@ -219,30 +219,34 @@ class QueueTime(NamedTuple):
 
 @compiled
 def gains(
-    fleet: FleetArrays, candidates: Any, asked: Any, gamma: float, own: bool
+    fleet: FleetArrays,
+    replicas: Replicas,
+    asked: tuple[float, float, float, float],
+    gamma: float,
+    own: bool,
 ) -> tuple[Floats, Floats, Floats]:
-    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``candidates``."""
-    count = candidates.shape[0]
+    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``replicas``. ``asked``: the
+    time, and when the request is due, its TPOT and its priority."""
+    rows, _, work_s, lead_s, splits = replicas
+    now_s, job_due_s, job_tpot_s, priority = asked
+    count = rows.shape[0]
     exec_s, with_s, delta = np.empty(count), np.empty(count), np.empty(count)
-    job = asked[0]
-    now_s = job.now_s
     figures, _, starts, prefills, _, lent = fleet
     for place in range(count):
-        candidate = candidates[place]
-        of, queue = figures[candidate.row], prefills[starts[candidate.row] :]
-        alone = candidate.splits
-        tpot_s = inf if alone else job.tpot_s
-        due_s = job.due_s - candidate.lead_s
-        new = Prefill(candidate.work_s, due_s, tpot_s, job.priority, 0.0)
+        row, alone = rows[place], splits[place]
+        of, queue = figures[row], prefills[starts[row] :]
+        tpot_s = inf if alone else job_tpot_s
+        due_s = job_due_s - lead_s[place]
+        new = Prefill(work_s[place], due_s, tpot_s, priority, 0.0)
         before = time_of_queue(of, queue, now_s, NOTHING, 0.0, alone)
         after = time_of_queue(of, queue, now_s, new, 1.0, alone)
         exec_s[place] = max(0.0, before.total_s)
         with_s[place] = max(0.0, after.total_s)
         order = of[ORDER] if own else SLIDE
         delta[place] = delta_of(of, queue, now_s, new, gamma, order, before, after)
-        count = int(of[LENT_QUEUED])
-        if own and count > 0:
-            others = lent[starts[candidate.row] :][:count]
+        lends = int(of[LENT_QUEUED])
+        if own and lends > 0:
+            others = lent[starts[row] :][:lends]
             delta[place] += lent_gain(others, now_s, after) - lent_gain(others, now_s, before)
     return exec_s, with_s, delta
 

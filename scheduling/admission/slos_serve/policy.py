@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from math import ceil, floor, inf
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ from sluice.scheduling.fleet.rows import (
 )
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.expected import claim
-from sluice.scheduling.request.job import Job
+from sluice.scheduling.request.job import Job, Replicas, Stated
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 from sluice.scheduling.request.objective import Anchor
 
@@ -152,8 +152,8 @@ class SLOsServeAdmission(AdmissionPolicy):
         return Promises(
             *promises(
                 fleet.arrays,
-                job.candidates,
-                job.asked,
+                job.replicas,
+                job.stated,
                 self._headroom,
                 self._batch_tokens,
                 self._every_window,
@@ -252,37 +252,39 @@ def least_tpot_s(figures: Floats, pieces: Floats) -> float:
 @compiled
 def promises(
     fleet: FleetArrays,
-    candidates: Any,
-    asked: Any,
+    replicas: Replicas,
+    stated: Stated,
     headroom: float,
     batch_tokens: float,
     every_window: bool,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Walk each of ``candidates``; return the fields of
+    """Walk each of ``replicas``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    count = candidates.shape[0]
+    rows, _, all_work_s, lead_s, all_splits = replicas
+    (
+        now_s, job_due_s, waited_s, job_tpot_s, priority, prompt_tokens, output_tokens,
+        reserve_tokens, _, _,
+    ) = stated  # fmt: skip
+    count = rows.shape[0]
     holds = np.empty(count, np.bool_)
     ttft_s, wait_s = np.empty(count), np.empty(count)
     binds = np.zeros(count, np.int8)
-    job = asked[0]
-    now_s, prompt_tokens = job.now_s, job.prompt_tokens
     figures, pieces, starts, prefills, loads, _ = fleet
     for place in range(count):
-        candidate = candidates[place]
-        row, splits, work_s = candidate.row, candidate.splits, candidate.work_s
+        row, splits, work_s = rows[place], all_splits[place], all_work_s[place]
         of, model = figures[row], pieces[row]
         queue, decodes = prefills[starts[row] :], loads[starts[row] :]
         own_s = most_work_s(model, 1.0, prompt_tokens)
-        due_s = job.due_s - candidate.lead_s
-        tpot_s = inf if splits else job.tpot_s
-        tokens = 1.0 if splits else job.output_tokens
+        due_s = job_due_s - lead_s[place]
+        tpot_s = inf if splits else job_tpot_s
+        tokens = 1.0 if splits else output_tokens
         longest_s = of[FIXED_S] + most_work_s(model, batch_tokens, 0.0)
         all_s, step_s = work_s, own_s
-        kept = reserve_at(of, job.reserve_tokens)
+        kept = reserve_at(of, reserve_tokens)
         if kept > 0.0:
             all_s += most_work_s(model, kept, 0.0)
             step_s += most_work_s(model, 1.0, kept)
-        new = Prefill(all_s, due_s, tpot_s, job.priority, step_s)
+        new = Prefill(all_s, due_s, tpot_s, priority, step_s)
         late_s, late_binds = late_by(
             of, queue, decodes, new, now_s, longest_s, (1.0 - headroom, every_window)
         )
@@ -292,11 +294,11 @@ def promises(
         wait_s[place] = 0.0
         if not holds[place]:
             if late_s == inf:
-                late_s = pace_wait_s(of, decodes, step_s, tpot_s, job.output_tokens, headroom)
+                late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
             wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
             # Of several constraints, the one with the longest wait binds.
             binds[place] = room_constraint(of) if room_s > late_s else late_binds
-            fresh_s = due_s - now_s + job.waited_s
+            fresh_s = due_s - now_s + waited_s
             if not (useful and fits_alone(of, work_s, own_s, fresh_s, tpot_s, headroom)):
                 wait_s[place] = inf
                 binds[place] = alone_constraint(of, work_s, fresh_s, headroom)
