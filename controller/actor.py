@@ -1,6 +1,6 @@
 """The central actor: it tracks every replica's queue and decides where each request goes.
 
-:class:`Controller` is a plain class; :mod:`sluice.controller.detached` is the Ray actor. Its
+:class:`Controller` is a plain class; :mod:`sluice.controller.discovery` is the Ray actor. Its
 methods do not await while they change state, so two decisions never interleave. It keeps no prompt,
 no tokens and no state on disk; after a restart the replicas restore the state with their hellos.
 """
@@ -19,17 +19,17 @@ import msgspec
 import ray.util
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
-from sluice.controller.observability.counters import Counters
-from sluice.controller.observability.readings import Readings
-from sluice.controller.observability.recent_decisions import LatestDecisions, RecentDecisions
-from sluice.controller.observability.records import Detail, Figures
-from sluice.controller.state.drains import Drains, drain_of, leaving, left_at
-from sluice.controller.state.mirror import Mirror
-from sluice.controller.state.moves import late_of
+from sluice.controller.observability.readings import Detail, Figures, Readings
+from sluice.controller.observability.recent_decisions import (
+    Counters,
+    LatestDecisions,
+    RecentDecisions,
+    RequestClasses,
+)
+from sluice.controller.state.drains import Drains, Roles, drain_of, leaving, left_at
+from sluice.controller.state.mirror import Mirror, late_of
 from sluice.controller.state.promises import PromiseLog
 from sluice.controller.state.quarantine import Quarantine
-from sluice.controller.state.request_classes import RequestClasses
-from sluice.controller.state.roles import Roles
 from sluice.controller.transport.channel import Endpoint, RouteServer
 from sluice.controller.transport.checks import (
     Ids,
@@ -62,8 +62,7 @@ from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
-from sluice.scheduling.placement.placer import Placer
-from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MOST_TOGETHER, Placer
 from sluice.scheduling.request.job import (
     DECLINED,
     INVALID_QUERY,
@@ -450,11 +449,14 @@ class Controller:
         """Decide on each query; ``None``: a malformed one."""
         now_s = self._hear()
         decisions: list[RouteDecision] = []
-        for start in range(0, len(queries), MOST_TOGETHER):
-            decisions += self._together(queries[start : start + MOST_TOGETHER])
-        closed, quarantined = self._closed(), self._quarantine.names
-        slack_s = self._slack_s(now_s)
-        return RouteReply(self._epoch, tuple(decisions), closed, quarantined, slack_s)
+        if len(queries) == 1 and queries[0] is not None:
+            decisions.append(self._decide(queries[0], None, 0.0))
+        else:
+            for start in range(0, len(queries), MOST_TOGETHER):
+                decisions += self._together(queries[start : start + MOST_TOGETHER])
+        slack_s = self._slack_s(now_s) if self._config.cells > 1 else None
+        quarantined = self._quarantine.names
+        return RouteReply(self._epoch, tuple(decisions), self._closed(), quarantined, slack_s)
 
     def _together(self, queries: list[RouteQuery | None]) -> list[RouteDecision]:
         """Decide on queries, at most ``MOST_TOGETHER``, in the order that is best."""
@@ -524,9 +526,11 @@ class Controller:
         """Decide on a query, at the replica's row ``at`` if that can guarantee it, after
         ``ordered_s`` seconds for its place among others."""
         started_s = self._clock()
-        self._quarantine.advance(started_s)
+        if started_s >= self._quarantine.look_s:
+            self._quarantine.advance(started_s)
         decision = self._promises.made(query, self._placer.place(query, started_s, at))
-        self._quarantine.placed(query, decision, started_s)
+        if self._quarantine.names:
+            self._quarantine.placed(query, decision, started_s)
         took_s = self._clock() - started_s + ordered_s
         self._counters.decided(decision.reason, took_s)
         if decision.reason in (STAYS, DECLINED):

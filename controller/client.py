@@ -10,8 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from sluice.controller.actor_handle import Link
-from sluice.controller.cell_client import NOTICE_TIMEOUT_S, CallMetrics, Calls, CellClient
+from sluice.controller.cell_client import NOTICE_TIMEOUT_S, CallMetrics, Calls, CellClient, Link
 from sluice.controller.config import ControllerConfig
 from sluice.controller.discovery import (
     controller_actor_name,
@@ -20,7 +19,7 @@ from sluice.controller.discovery import (
     observer_actor_name,
     stop_controller,
 )
-from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import (
     FirstTokenWait,
     LateNotice,

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
 from sluice.scheduling.placement.cells import MOST_CELLS
-from sluice.scheduling.placement.length import LengthRange
-from sluice.scheduling.placement.output_lengths import OutputLengths
+from sluice.scheduling.placement.output_lengths import LengthRange, OutputLengths
 from sluice.scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"

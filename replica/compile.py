@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from sluice.controller.transport import report_rows
+from sluice.controller.transport import checks
 from sluice.replica.scheduler import row_counts
 from sluice.scheduling import admission, batching, routing
 from sluice.scheduling.batching.warm_up import warm_up
@@ -25,7 +25,7 @@ def _placements() -> None:
     for name in admission.POLICIES.own:
         any_routing = partial(routing.make_policy, next(iter(routing.POLICIES.own)))
         warm_up_placement(any_routing, partial(admission.make_policy, name))
-    report_rows.compile_now()
+    checks.compile_now()
 
 
 def _batches() -> None:

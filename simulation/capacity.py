@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.scheduling.fleet.pool_ratio import PoolDemand, demand_of_work
+from sluice.scheduling.autoscaling.role_shares import PoolDemand, demand_of_work
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.workload import Arrival, Workload

@@ -21,9 +21,9 @@ from sluice.scheduling.autoscaling.role_shares import (
 )
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.placement.length import LengthPredictor
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
-from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.placement.output_lengths import LengthPredictor
+from sluice.scheduling.placement.placer import MOST_TOGETHER
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, PROMISED
 from sluice.scheduling.request.objective import TPOTAnchor
@@ -126,7 +126,7 @@ class Scaler:
 
 class RoleChanger:
     """Looks at the load of all replicas and changes roles, as the controller does
-    (:mod:`sluice.controller.state.roles`)."""
+    (:mod:`sluice.controller.state.drains`)."""
 
     def __init__(
         self,

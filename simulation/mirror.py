@@ -20,8 +20,7 @@ from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.output_lengths import OutputLengths
-from sluice.scheduling.placement.placer import Placer
-from sluice.scheduling.placement.together import Turn
+from sluice.scheduling.placement.placer import Placer, Turn
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Times, tpot_s

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from sluice.scheduling.placement.length import LengthPredictor, TaskLengths
+from sluice.scheduling.placement.output_lengths import LengthPredictor, TaskLengths
 from sluice.scheduling.request.deadline import resumed_ttft_s
 from sluice.scheduling.request.kernels import (
     ARRIVAL,

@@ -12,7 +12,7 @@ import numpy as np
 
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.placement.length import LengthPredictor
+from sluice.scheduling.placement.output_lengths import LengthPredictor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.requests import Requests

@@ -25,7 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "protocol": ("protocol", "scheduling"),
     "controller": ("controller", "protocol", "scheduling"),
     "replica": ("replica", "protocol", "scheduling", "telemetry", *STEP_CORE, *CONTROLLER_SURFACE),
-    "replica.compile": ("replica", "scheduling", *STEP_CORE, "controller.transport.report_rows"),
+    "replica.compile": ("replica", "scheduling", *STEP_CORE, "controller.transport.checks"),
     "router": ("router", "protocol", "scheduling", "telemetry", *CONTROLLER_SURFACE),
     "simulation": ("simulation", "scheduling"),
     "deploy": (

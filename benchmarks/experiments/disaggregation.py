@@ -44,8 +44,7 @@ from sluice.benchmarks.experiments.systems import (
     colocated,
 )
 from sluice.benchmarks.report import Table
-from sluice.scheduling.autoscaling.role_shares import RoleShares
-from sluice.scheduling.fleet.pool_ratio import PoolDemand
+from sluice.scheduling.autoscaling.role_shares import PoolDemand, RoleShares
 from sluice.simulation.capacity import pool_demand
 from sluice.simulation.generators import Poisson
 from sluice.simulation.metrics import TPOTMetric, attained, stages

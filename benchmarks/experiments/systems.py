@@ -18,7 +18,7 @@ from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSample
 from sluice.scheduling.latency.speculation import AllDrafts
-from sluice.scheduling.placement.length import OracleLengths, TaskLengths
+from sluice.scheduling.placement.output_lengths import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.scheduling.roles import Role

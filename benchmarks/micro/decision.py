@@ -25,7 +25,7 @@ from sluice.benchmarks.live.report import table
 from sluice.benchmarks.micro.decision_fleet import FleetMessages, figures
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
-from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MOST_TOGETHER
 from sluice.scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}

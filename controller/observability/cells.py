@@ -6,14 +6,15 @@ import asyncio
 import pickle
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import ray
+from ray.exceptions import ActorDiedError, RayError
 
-from sluice.controller.observability.controller_handle import DecidingActor
-from sluice.controller.observability.counters import Counts
-from sluice.controller.observability.recent_decisions import DecisionRecord, LatestDecisions
-from sluice.controller.observability.records import Detail, Figures, Reliable
+from sluice.controller.observability.readings import Detail, Figures, Reliable
+from sluice.controller.observability.recent_decisions import Counts, DecisionRecord, LatestDecisions
+from sluice.controller.transport.channel import NoAnswerError
 from sluice.scheduling.autoscaling.load import Load, sum_of
 from sluice.scheduling.fleet.rows import FIGURES
 from sluice.scheduling.request.objective import Objective
@@ -167,3 +168,74 @@ def _reliable(found: Sequence[Reliable]) -> Reliable:
     shares = zip(*(each.shares for each in with_any), strict=True)
     weights = [each.forecasts / total for each in with_any]
     return Reliable(total, tuple(float(np.dot(weights, each)) for each in shares))
+
+
+_TIMEOUT_S = 1.0
+"""Longest wait for an answer, seconds: less than routers wait for the observer's."""
+
+
+class DecidingActor(Protocol):
+    """The part of the deciding actor that the observer uses. Each method may raise
+    :class:`NoAnswerError`."""
+
+    async def figures(self) -> Figures:
+        """The numbers of its metrics."""
+
+    async def detail(self) -> Detail:
+        """Its state for an operator."""
+
+    async def latest_decisions(self, limit: int) -> LatestDecisions:
+        """At most ``limit`` of its last decisions."""
+
+    async def demand(self, role: Role | None) -> Load:
+        """The load on the replicas of ``role``, or on all; without what routers count."""
+
+
+class ControllerHandle:
+    """Calls the deciding actor; each method raises :class:`NoAnswerError` if it does not answer.
+    Routers and replicas start that actor; this does not.
+
+    Args:
+        name, namespace: of the actor.
+    """
+
+    def __init__(self, name: str, namespace: str) -> None:
+        self._name = name
+        self._namespace = namespace
+        self._handle: Any = None
+
+    async def figures(self) -> Figures:
+        """See :meth:`sluice.controller.actor.Controller.figures`."""
+        found: Figures = await self._ask("figures")
+        return found
+
+    async def detail(self) -> Detail:
+        """See :meth:`sluice.controller.actor.Controller.detail`."""
+        found: Detail = await self._ask("detail")
+        return found
+
+    async def latest_decisions(self, limit: int) -> LatestDecisions:
+        """See :meth:`sluice.controller.actor.Controller.latest_decisions`."""
+        found: LatestDecisions = await self._ask("latest_decisions", limit)
+        return found
+
+    async def demand(self, role: Role | None) -> Load:
+        """See :meth:`sluice.controller.actor.Controller.demand`."""
+        found: Load = await self._ask("demand", role)
+        return found
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            if self._handle is None:
+                # In a thread, because it blocks.
+                self._handle = await asyncio.to_thread(
+                    ray.get_actor, self._name, namespace=self._namespace
+                )
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await getattr(self._handle, method).remote(*args)
+        except TimeoutError:
+            raise NoAnswerError("timeout") from None
+        except (RayError, ValueError) as error:  # ValueError: there is no such actor
+            if isinstance(error, ActorDiedError):
+                self._handle = None
+            raise NoAnswerError("unavailable") from None

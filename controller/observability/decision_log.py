@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from sluice.controller.observability.recent_decisions import DecisionRecord
-from sluice.scheduling.admission.base import Promises
-from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.pairs import DecodeChoice
+from sluice.scheduling.admission.base import Constraint, DecodeChoice, Promises
 from sluice.scheduling.placement.placer import DecisionInputs
 from sluice.scheduling.request.job import (
     NO_REPLICA,

@@ -14,8 +14,8 @@ from prometheus_client.core import (
     HistogramMetricFamily,
 )
 
-from sluice.controller.observability.counters import DECISION_BUCKETS_S, Counters
-from sluice.controller.observability.records import Figures
+from sluice.controller.observability.readings import Figures
+from sluice.controller.observability.recent_decisions import DECISION_BUCKETS_S, Counters
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.fleet import CONDITIONS

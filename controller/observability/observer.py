@@ -1,6 +1,6 @@
 """The second actor: it merges the processes' metrics and explains the deciding actor's state.
 
-:class:`Observer` is a plain class; :mod:`sluice.controller.detached` is the Ray actor. It reads the
+It reads the
 deciding actor's numbers and records when it is asked for a page. The deciding actor never calls
 it, so requests are placed in the same way without it. Its own state is what processes have pushed:
 about a second after a restart it has all of that again.
@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import Metric
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
-from sluice.controller.observability.controller_handle import DecidingActor
+from sluice.controller.observability.cells import DecidingActor
 from sluice.controller.observability.decision_log import DecisionLog
 from sluice.controller.observability.history import History
 from sluice.controller.observability.instruments import NAMES, families, refused_metrics
@@ -31,8 +31,8 @@ from sluice.controller.observability.metrics import (
 from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.controller.observability.recent_decisions import DECISIONS
 from sluice.controller.observability.snapshot import overview
+from sluice.controller.transport.channel import NoAnswerError
 from sluice.controller.transport.checks import checked, short
-from sluice.controller.transport.failure import NoAnswerError
 from sluice.protocol.messages import MetricsPush
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.roles import Role

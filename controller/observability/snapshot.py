@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
-from sluice.controller.observability.records import Detail, Reliable, ReplicaDetail
+from sluice.controller.observability.readings import Detail, Reliable, ReplicaDetail
 from sluice.controller.state.promises import EndedPromise
 from sluice.controller.state.quarantine import Quarantined
 from sluice.scheduling.fleet import rows as figure

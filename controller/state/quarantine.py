@@ -75,20 +75,17 @@ class Quarantine:
         self._fleet = fleet
         self._breakers: dict[str, Breaker] = {}
         self._probes: dict[str, _Probe] = {}
-        self._look_s = inf
+        self.look_s = inf
+        """When :meth:`advance` has something to do."""
         self._accused: dict[int, dict[str, float]] = {}
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
+        """The replicas in quarantine."""
         self.opened: Counter[Trouble] = Counter()
         """Times that a breaker opened, since the start."""
         self.believed: Counter[Trouble] = Counter()
         """Notices of routers that counted, since the start."""
         self.disbelieved: Counter[Trouble] = Counter()
         """Notices that did not count, because their router had accused too many."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The replicas in quarantine."""
-        return self._names
 
     def of(self, replica_id: str, now_s: float) -> Quarantined | None:
         """Why a replica is in quarantine, if it is."""
@@ -102,7 +99,7 @@ class Quarantine:
 
     def advance(self, now_s: float) -> None:
         """Apply the state changes that are due. To be called before each decision."""
-        if now_s < self._look_s:
+        if now_s < self.look_s:
             return
         for replica_id, breaker in list(self._breakers.items()):
             if now_s >= breaker.due_s:
@@ -111,7 +108,7 @@ class Quarantine:
             elif breaker.forgettable(now_s):
                 del self._breakers[replica_id]
         due_s = min((each.due_s for each in self._breakers.values()), default=inf)
-        self._look_s = min(due_s, now_s + LOOK_S) if self._breakers else inf
+        self.look_s = min(due_s, now_s + LOOK_S) if self._breakers else inf
 
     def troubled(self, source: int, notices: Sequence[TroubleNotice], now_s: float) -> None:
         """The router ``source`` saw trouble. Notices about unknown replicas are ignored."""
@@ -148,7 +145,7 @@ class Quarantine:
 
     def placed(self, query: RouteQuery, decision: RouteDecision, now_s: float) -> None:
         """A decision was made: if its replica is due for a trial, the request is the probe."""
-        if not self._names:
+        if not self.names:
             return
         for replica_id, key in (
             (decision.replica_id, query.key),
@@ -175,7 +172,7 @@ class Quarantine:
             breaker = self._breakers[replica_id]
             if breaker.probe in ended:
                 breaker.ended(now_s)
-                self._look_s = -inf
+                self.look_s = -inf
 
     def forget(self, replica_id: str) -> None:
         """The mirror has dropped a replica."""
@@ -252,8 +249,8 @@ class Quarantine:
     def _count_up(self) -> None:
         """Update the names of replicas in quarantine, and the pending probes."""
         breakers = self._breakers
-        self._look_s = -inf
-        self._names = tuple(
+        self.look_s = -inf
+        self.names = tuple(
             [name for name, each in breakers.items() if each.state is not BreakerState.CLOSED]
         )
         for name in list(self._probes):

@@ -10,7 +10,7 @@ questions.
 A message that arrives later than its sender waits for the answer, because the controller or the
 network stalled, is not handled: its sender would not use what it reserves. Right after the greeting
 a client asks for no decisions, which shows how the clocks differ
-(:mod:`sluice.controller.transport.clock_offset`).
+(:mod:`sluice.protocol.connection`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from sluice.controller.transport.clock_offset import ClockOffset
-from sluice.controller.transport.failure import NoAnswerError
-from sluice.protocol.connection import Caller, Frames, Guest, Listener
+from sluice.protocol.connection import Caller, ClockOffset, Frames, Guest, Listener
 from sluice.protocol.messages import (
     FORMAT,
     MAX_FRAME,
@@ -46,13 +44,31 @@ from sluice.protocol.messages import (
     decode_question,
     encode,
 )
-from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MOST_TOGETHER
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
+
+# The error of a controller's client when the controller does not answer.
+
+Failure = Literal["timeout", "unavailable", "error", "full"]
+
+
+class NoAnswerError(Exception):
+    """The controller gave no answer; ``reason`` says why.
+
+    ``timeout``: no answer in time. ``unavailable``: it is known to be unresponsive, nothing was
+    sent, or its process died. ``error``: it failed in the call. ``full``: the client's queue is
+    full.
+    """
+
+    def __init__(self, reason: Failure) -> None:
+        super().__init__(reason)
+        self.reason: Failure = reason
+
 
 # Questions that wait for others for a short time, so that they are decided together.
 #
 # Which requests get the guarantees of a burst depends on all of them
-# (:mod:`sluice.scheduling.placement.together`), and a burst comes from several routers, in several
+# (:mod:`sluice.scheduling.placement.placer`), and a burst comes from several routers, in several
 # messages.
 
 Decide = Callable[[list[RouteQuery | None]], RouteReply]
@@ -96,7 +112,7 @@ class _Message(NamedTuple):
 
 class Window:
     """Decides on the queries of all messages that arrive within a time of the first one, or as soon
-    as there are :data:`~sluice.scheduling.placement.together.MOST_TOGETHER` queries.
+    as there are :data:`~sluice.scheduling.placement.placer.MOST_TOGETHER` queries.
 
     Each message gets one answer, and the answers of a connection come in the order of its messages.
     No decision is made for a connection that has ended, or for a sender that no longer waits. Where

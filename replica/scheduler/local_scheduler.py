@@ -25,7 +25,7 @@ from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
 from sluice.scheduling.batching.base import longest_wait_s
 from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepCorrection, StepSample
-from sluice.scheduling.placement.length import TaskLengths
+from sluice.scheduling.placement.output_lengths import TaskLengths
 from sluice.scheduling.request.kernels import (
     BEST_EFFORT,
     EMITTED,

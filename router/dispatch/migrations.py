@@ -34,7 +34,7 @@ from sluice.scheduling.request.objective import LEAST_PACE_TOKENS, SLO, TokenClo
 
 # Promised requests that wait for their first tokens. The router asks about them with each push of
 # metrics, and the controller answers which of them are going to miss their TTFT at their replica
-# (:mod:`sluice.controller.state.moves`). The client of such a request has received nothing: it
+# (:mod:`sluice.controller.state.mirror`). The client of such a request has received nothing: it
 # moves, at most once, if another replica promises what is left of its SLO.
 
 

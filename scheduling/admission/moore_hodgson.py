@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.admission.base import AdmissionPolicy, Promises
-from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.admission.first_token import first_token_s, place_of
+from sluice.scheduling.admission.base import AdmissionPolicy, Constraint, Promises
 from sluice.scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
+    first_token_s,
     fits_alone,
     pace_wait_s,
+    place_of,
     reserve_at,
     room_constraint,
     room_wait_s,

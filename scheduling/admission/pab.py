@@ -7,10 +7,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.admission.base import AdmissionPolicy, Promises
-from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.admission.first_token import first_token_s
-from sluice.scheduling.admission.room import fits_alone, reserve_at
+from sluice.scheduling.admission.base import AdmissionPolicy, Constraint, Promises
+from sluice.scheduling.admission.room import first_token_s, fits_alone, reserve_at
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import FleetArrays, budget_s
 from sluice.scheduling.request.job import Job, Replicas, Stated
@@ -23,7 +21,7 @@ class PABAdmission(AdmissionPolicy):
     requests at a replica.
 
     The paper predicts no time. The predicted TTFT is that of all policies here
-    (:mod:`sluice.scheduling.admission.first_token`). The wait until the prompt fits is the time by
+    (:mod:`sluice.scheduling.admission.room`). The wait until the prompt fits is the time by
     which it exceeds the budget.
 
     Our readings:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sluice.scheduling.admission.base import DecodeChoice
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.pairs import DecodeChoice
 from sluice.scheduling.request.job import Job, RouteDecision, Tier
 from sluice.scheduling.request.kernels import Floats, compiled
 from sluice.scheduling.roles import ROLES, Role

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.fleet import rows as figure
-from sluice.scheduling.fleet.ledger import Ledger, Reservation
 from sluice.scheduling.fleet.prefix import PrefixIndex
 from sluice.scheduling.fleet.ranks import replica_of
-from sluice.scheduling.fleet.report import Report, add_reservation, fold
+from sluice.scheduling.fleet.report import Ledger, Report, Reservation, add_reservation, fold
 from sluice.scheduling.fleet.rows import (
     FIGURES,
     LENT_FIELDS,
@@ -357,14 +356,17 @@ class Fleet:
     def reserve(self, key: int, made: Reservation) -> None:
         """Count a decision at once, as if its replica had reported the request."""
         changed = self.ledger.reserve(key, made)
-        for replica_id in changed:
-            self._again(replica_id)
-        if made.replica_id in changed:
-            return  # it has just been counted, with this one
+        if changed:
+            for replica_id in changed:
+                self._again(replica_id)
+            if made.replica_id in changed:
+                return  # it has just been counted, with this one
         row = self.row_of[made.replica_id]
         figures = self.figures[row]
         queued, lent = figures[figure.QUEUED], figures[figure.LENT_QUEUED]
-        self._make_room(row, int(max(queued, lent, figures[figure.LOADS])) + 1)
+        entries = int(max(queued, lent, figures[figure.LOADS])) + 1
+        if entries > self._rooms[row]:
+            self._make_room(row, entries)
         add_reservation(figures, self.pieces[row], *self._entries(row), made.record)
 
     def release(self, keys: Iterable[int]) -> None:

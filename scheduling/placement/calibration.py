@@ -34,7 +34,7 @@ others, and its own guarantees are met. It joins the others again when its margi
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import partial
 from math import ceil, inf, log2
 from typing import Final, NamedTuple
@@ -257,6 +257,9 @@ def _kind(objective: Objective, stated_s: float, anchor: TPOTAnchor) -> _Kind:
 MOST_PROMISES: Final = 65_536
 """Guarantees under way that are known at a time; of more, the oldest teach nothing."""
 
+MOST_PLANS: Final = 1_024
+"""Objectives whose plans are kept."""
+
 MOST_APART: Final = 8
 """Replicas set apart at a time: a decision asks about each of them on its own."""
 
@@ -283,13 +286,12 @@ class Calibration:
             raise ValueError(f"the promise level must be between 0 and 1, got {level}")
         self._level = level
         self._margins = Margins(level)
-        self._apart: dict[str, Margins] = {}
-        self._promises: OrderedDict[Hashable, _Promise] = OrderedDict()
-
-    @property
-    def apart(self) -> Iterable[str]:
+        self.apart: dict[str, Margins] = {}
         """Replicas with margins of their own."""
-        return self._apart.keys()
+        # The plans made since a margin changed, or for at most a second.
+        self._plans: dict[tuple[SLO, str], SLO] = {}
+        self._planned_until_s = -inf
+        self._promises: OrderedDict[Hashable, _Promise] = OrderedDict()
 
     def margin(
         self, objective: Objective, stated_s: float, now_s: float, replica_id: str = ""
@@ -299,7 +301,7 @@ class Calibration:
 
     def largest(self, now_s: float) -> dict[Objective, float]:
         """The largest margin of each objective now, of any replica. ``O(margins)``."""
-        all_largest = [each.largest(now_s) for each in (self._margins, *self._apart.values())]
+        all_largest = [each.largest(now_s) for each in (self._margins, *self.apart.values())]
         return {
             objective: max(largest[objective] for largest in all_largest)
             for objective in OBJECTIVES
@@ -308,21 +310,30 @@ class Calibration:
     def plan(self, slo: SLO, now_s: float, replica_id: str = "") -> SLO:
         """By when what ``slo`` states is to be planned so that it can be guaranteed, by a replica
         or by any that is not set apart. ``O(1)``."""
+        if now_s >= self._planned_until_s:  # old scores leave the margins meanwhile
+            self._plans.clear()
+            self._planned_until_s = now_s + _LEAST_PAUSE_S
+        plan = self._plans.get((slo, replica_id))
+        if plan is not None:
+            return plan
         margins, anchor = self._of(replica_id), slo.tpot_anchor
-        return slo.with_times(
-            [
-                None
-                if stated_s is None
-                else stated_s * (1.0 - margins.margin(objective, stated_s, now_s, anchor))
-                for objective, stated_s in zip(OBJECTIVES, slo.times_s, strict=True)
-            ]
-        )
+        times_s = [
+            None
+            if stated_s is None
+            else stated_s * (1.0 - margins.margin(objective, stated_s, now_s, anchor))
+            for objective, stated_s in zip(OBJECTIVES, slo.times_s, strict=True)
+        ]
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        plan = self._plans[slo, replica_id] = slo.with_times(times_s)
+        return plan
 
     def promised(self, key: Hashable, stated: SLO, planned: SLO, replica_id: str = "") -> None:
         """A request was guaranteed ``stated``, and is planned for ``planned`` at a replica; without
         one what it teaches is of all. A later guarantee to the same request takes the place of the
         first."""
-        self.dropped(key)
+        if key in self._promises:
+            self._taken(key)
         self._promises[key] = _Promise(
             stated.times_s, planned.times_s, replica_id, stated.tpot_anchor
         )
@@ -331,7 +342,8 @@ class Calibration:
 
     def dropped(self, key: Hashable) -> None:
         """Drop the guarantee of a request."""
-        self._taken(key)
+        if key in self._promises:
+            self._taken(key)
 
     def behind(
         self, key: Hashable, ttft_s: float | None, tpot_s: float | None, now_s: float
@@ -353,6 +365,7 @@ class Calibration:
         if tpot_s is not None and stated_tpot_s is not None and planned_tpot_s is not None:
             tracker = self._of(replica_id).tracker("tpot", stated_tpot_s, anchor)
             tracker.behind(key, score_of(stated_tpot_s, planned_tpot_s, tpot_s), replica_id, now_s)
+            self._plans.clear()
 
     def ended(
         self,
@@ -388,25 +401,26 @@ class Calibration:
         tracker = self._of(replica_id).tracker(objective, stated_s, promise.anchor)
         score = score_of(stated_s, planned_s, observed_s)
         tracker.ended(score, observed_s <= stated_s, replica_id, now_s)
-        if replica_id in self._apart:
+        self._plans.clear()
+        if replica_id in self.apart:
             self._join(replica_id, now_s)
         elif replica_id and tracker.stands_out(replica_id, score):
             # Also check silent replicas, once their entries are needed.
-            for name in tuple(self._apart):
+            for name in tuple(self.apart):
                 self._join(name, now_s)
-            if len(self._apart) < MOST_APART:
-                own = self._apart[replica_id] = Margins(self._level)
+            if len(self.apart) < MOST_APART:
+                own = self.apart[replica_id] = Margins(self._level)
                 own.take(replica_id, self._margins)
 
     def _join(self, replica_id: str, now_s: float) -> None:
         """Let a replica join the others if its margins are at most the initial ones. The others'
         margins are not the criterion, as they are also large while another replica is about to
         stand out."""
-        if max(self._apart[replica_id].largest(now_s).values()) <= PRIOR + APART:
-            del self._apart[replica_id]
+        if max(self.apart[replica_id].largest(now_s).values()) <= PRIOR + APART:
+            del self.apart[replica_id]
 
     def _of(self, replica_id: str) -> Margins:
-        return self._apart.get(replica_id, self._margins)
+        return self.apart.get(replica_id, self._margins)
 
     def _taken(self, key: Hashable) -> _Promise | None:
         """Remove and return the guarantee of a request that no longer runs."""

@@ -17,8 +17,14 @@ import numpy as np
 
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import FIXED_S, work_on
-from sluice.scheduling.placement.jobs import first_due_s
-from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.job import (
+    NO_REPLICA,
+    UNATTAINABLE,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+    first_due_s,
+)
 
 MEASURED: Final = 8
 """Number of latest starts that are remembered; a start is predicted to take as long as the longest

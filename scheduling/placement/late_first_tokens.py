@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.scheduling.admission.first_token import place_of
+from sluice.scheduling.admission.room import place_of
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import (
     BEGUN_S,

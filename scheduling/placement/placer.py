@@ -3,28 +3,41 @@
 The controller makes it for real requests and the simulator for simulated ones.
 """
 
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from sluice.scheduling.admission import AdmissionPolicy, Promises
+from sluice.scheduling.admission.base import (
+    TRANSFER_STEPS,
+    AdmissionPolicy,
+    DecodeChoice,
+    Promises,
+    together,
+)
 from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.admission.slos_serve.selection import MOST_NEW
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.ledger import Reservation
-from sluice.scheduling.fleet.rows import BEST_EFFORT_S, DECODE_S, FIXED_S, PREFILL_S
-from sluice.scheduling.pairs import TRANSFER_STEPS, DecodeChoice
+from sluice.scheduling.fleet.report import Reservation
+from sluice.scheduling.fleet.rows import (
+    BEST_EFFORT_S,
+    DECODE_S,
+    FIXED_S,
+    KV_ANSWER_S,
+    PREFILL_S,
+    work_on,
+)
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
-from sluice.scheduling.placement.guarantees import Guarantees
-from sluice.scheduling.placement.jobs import job_of, reservation_of
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.retry_after import RetryAfter
-from sluice.scheduling.placement.together import Turn, plan
 from sluice.scheduling.request.job import (
     DECLINED,
     NO_REPLICA,
@@ -35,12 +48,279 @@ from sluice.scheduling.request.job import (
     RouteDecision,
     RouteQuery,
     Tier,
+    first_due_s,
 )
-from sluice.scheduling.request.kernels import Floats, Ints
+from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.stages import Later, later_of
 from sluice.scheduling.roles import WHOLE
 from sluice.scheduling.routing.base import RoutingPolicy
 from sluice.scheduling.tenancy.fair_shares import FairShares
+
+# A request on replicas that could serve it: when it is due, and what it takes of them.
+
+
+def job_of(
+    fleet: Fleet,
+    query: RouteQuery,
+    rows: Ints,
+    now_s: float,
+    output_tokens: float,
+    kv_transfer_s: float | None = None,
+    moved: bool = False,
+) -> Job:
+    """The query on ``rows``, with ``output_tokens`` expected.
+
+    Args:
+        kv_transfer_s: time from the end of its prompt on a prefill replica to its first token on
+            another one; ``None``: prefill replicas among them would serve it whole.
+        moved: see :class:`~sluice.scheduling.request.job.Job`.
+    """
+    moved = moved or query.brings_kv
+    if moved:
+        cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
+        work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
+        lead_s = np.zeros(len(rows))
+    else:
+        cached, work_s, lead_s = prefill_of(fleet, query, rows)
+    due_s = first_due_s(query, now_s, output_tokens)
+    splits = np.zeros(len(rows), np.bool_)
+    if query.brings_kv:
+        lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
+    if kv_transfer_s is not None:
+        splits = fleet.are(rows, "prefill")
+        lead_s[splits] = kv_transfer_s
+    return Job(query, now_s, rows, cached, work_s, due_s, output_tokens, lead_s, splits, moved)
+
+
+def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) -> Reservation:
+    """The reservation of a job at its replica number ``chosen``.
+
+    Args:
+        ids: replica of each row of the fleet.
+        promised: whether it counts like a guaranteed request.
+    """
+    query = job.query
+    cached = float(job.cached_tokens[chosen])
+    new = max(1.0, query.prompt_tokens - cached)
+    later = later_of(query.slo.stages, 0) if query.slo.stages else NOTHING_LATER
+    return Reservation(
+        ids[job.rows[chosen]],
+        job.now_s,
+        promised,
+        new,
+        cached,
+        query.prompt_tokens if job.moved else new,
+        job.due_s,
+        job.tpot_s,
+        query.slo.columns[3],
+        job.output_tokens,
+        later_stages=later.stages,
+        later_tokens=later.tokens,
+    )
+
+
+def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Floats, Floats]:
+    """What a prompt costs on each of ``rows``: the tokens that need not be computed, the time of
+    its prefill, and the time before it in which KV is looked for elsewhere, and loaded from the
+    memory of the host, seconds.
+
+    Loading takes no compute, so it delays only this prompt. It is counted where the prompt is done
+    earlier with it than if the tokens were computed.
+    """
+    # The edge's count of the prompt is an estimate, too.
+    prompt = float(query.prompt_tokens)
+    cached = np.zeros(len(rows))
+    if query.prefix:
+        cached = np.minimum(fleet.prefixes.cached_tokens(query.prefix, rows), prompt)
+    work_s, load_s = work_on(fleet.pieces, rows, prompt, cached), fleet.figures[rows, KV_ANSWER_S]
+    if query.prefix and len(fleet.prefixes.hosted):
+        hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
+        loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
+        less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
+        pays = (loaded > 0) & (loaded * token_s + less_s < work_s)
+        cached[pays] += loaded[pays]
+        work_s[pays] = less_s[pays]
+        load_s[pays] += (loaded * token_s)[pays]
+    return cached, work_s, load_s
+
+
+# An end-to-end time as a first token and a pace.
+#
+# Admission and engines plan first tokens and paces. An end-to-end time says neither, so it is
+# shared out: ``TTFT + (tokens - 1) * TPOT`` is the end-to-end time, where ``tokens`` bounds the
+# length of the output. A replica that meets both meets the end-to-end time, if the output is no
+# longer than that.
+#
+# How it is shared out is ours: both get as many times what a replica would take for them now, but
+# the first token no more than :data:`MOST_FIRST` times; the pace gets the rest. A pace is what
+# costs others' time, as each step of a decode has a fixed part, so slack is worth more there.
+#
+# This is for guaranteed requests, where the length is a bound and the replicas' work is known.
+# Code that only expects a length, for requests without a guarantee, converts an end-to-end time by
+# :func:`sluice.scheduling.request.deadline.paced`.
+
+LEAST_SPARE = 1.25
+"""The shares follow a replica's current load if it would end this many times sooner than required.
+Otherwise they are those of an idle replica, so that admission can tell "never" from "not now"."""
+
+MOST_FIRST = 2.0
+"""The first token gets at most this many times its predicted time, so that slack goes to the
+pace."""
+
+LEAST_FIRST = 0.1
+"""But at least this share of the whole time, where that is ample: a short prompt of a long answer
+need not run at once, and may go to a busier replica."""
+
+_LEAST_S = 1e-9
+
+
+def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SLO:
+    """The objective of ``query`` with its end-to-end time shared out; itself where it states none.
+
+    The shares are those of the replica that would end first. A TTFT or TPOT that is stated and
+    tighter stays, and leaves the rest to the other. The end-to-end time itself is gone from the
+    result: a replica that expects a longer output than ``tokens`` would make earlier deadlines of
+    it than those that were guaranteed. ``O(rows)``, vectorised.
+
+    Args:
+        tokens: bound of the output's length, >= 1.
+        fleet: what the replicas have to do.
+        rows: of the fleet, those that may serve it; at least one.
+    """
+    ttft_s, tpot_s, e2e_s, _ = query.slo.columns
+    if e2e_s == inf:
+        return query.slo
+    later = max(0.0, tokens - 1.0)
+    busy_s, busy_first_s, idle_s, idle_first_s = quickest(
+        fleet.figures, fleet.pieces, rows, float(query.prompt_tokens), later
+    )
+    left_s = e2e_s - query.waited_s
+    if left_s >= LEAST_SPARE * busy_s:
+        first_s = min(left_s / busy_s, MOST_FIRST) * busy_first_s
+        first = query.waited_s + max(first_s, LEAST_FIRST * left_s)
+    else:
+        first = min(e2e_s / idle_s, MOST_FIRST) * idle_first_s
+    if not 0.0 < first < inf:
+        # Of a model of extreme figures: what it cannot predict cannot be shared out.
+        return query.slo
+    if later == 0.0:
+        return query.slo.with_times((min(ttft_s, e2e_s), query.slo.tpot_s, None))
+    pace = (e2e_s - first) / later
+    if ttft_s < first:
+        first, pace = ttft_s, (e2e_s - ttft_s) / later
+    if tpot_s < pace:
+        pace, first = tpot_s, min(ttft_s, e2e_s - later * tpot_s)
+    return query.slo.with_times((max(first, _LEAST_S), max(pace, _LEAST_S), None))
+
+
+@compiled
+def quickest(
+    figures: Floats, pieces: Floats, rows: Ints, prompt_tokens: float, later: float
+) -> tuple[float, float, float, float]:
+    """The predicted time of the whole answer, ``later`` tokens behind the first one, at the replica
+    that would end first, and of the first token there; then both as if all of them were idle.
+
+    Nothing of the prompt counts as cached, and the context of the decode is that half-way through.
+    """
+    busy_s = idle_s = inf
+    busy_first_s = idle_first_s = 0.0
+    for row in rows:
+        of = figures[row]
+        first_s = of[FIXED_S] + most_work_s(pieces[row], max(1.0, prompt_tokens), 0.0)
+        step_s = of[FIXED_S] + most_work_s(pieces[row], 1.0, prompt_tokens + 0.5 * later)
+        whole_s = max(first_s + later * step_s, _LEAST_S)
+        if whole_s < idle_s:
+            idle_s, idle_first_s = whole_s, first_s
+        first_s += of[PREFILL_S]
+        whole_s = max(first_s + later * (step_s + of[DECODE_S]), _LEAST_S)
+        if whole_s < busy_s:
+            busy_s, busy_first_s = whole_s, first_s
+    return busy_s, busy_first_s, idle_s, idle_first_s
+
+
+# Requests that are decided together: those of greatest total priority get the guarantees.
+#
+# One by one, a request that comes first takes capacity that two others could have shared. Requests
+# that wait at the controller together are therefore planned first, without consequences: where not
+# all of them could be guaranteed one after another, the admission policy chooses the best set for
+# each replica (SLOs-Serve §3.2.1). Then each request is decided as if it were alone, those of the
+# set first. So shares of tenants, margins and retry times apply as always, and what the plan
+# leaves out gets the capacity that remains.
+#
+# The paper has a program for one replica, and the next replica tests what the first declined. Ours
+# for several replicas: each starts from the requests that it would get one by one, and may
+# exchange them for others that no replica has guaranteed. So the set is never worth less than one
+# by one, and on one replica none is worth more that the admission policy accepts as a set. In
+# another order, one by one can be worth more: a reservation counts up to some milliseconds less
+# than a new request.
+
+MOST_TOGETHER: Final = MOST_NEW
+"""Maximum number of requests that are decided together."""
+
+
+class Turn(NamedTuple):
+    """When and where to decide on one of several requests.
+
+    Attributes:
+        number: of the request in the order given.
+        row: of the replica that is to guarantee it; ``None``: the routing policy chooses.
+    """
+
+    number: int
+    row: int | None = None
+
+
+def plan(
+    jobs: Iterable[tuple[int, Job]],
+    fleet: Fleet,
+    admission: AdmissionPolicy,
+    choose: Callable[[Job, Fleet], int],
+) -> dict[int, int]:
+    """The replica's row of each request that is to be guaranteed, by its index; empty where all can
+    be guaranteed one by one. Leaves nothing reserved.
+
+    A test and a reservation for each request, and a choice of the policy for each replica that
+    could guarantee some.
+
+    Args:
+        jobs: at most :data:`MOST_TOGETHER`, with their indexes. Each is made when the ones before
+            it are reserved.
+        choose: among the replicas that can guarantee a job.
+    """
+    asked: dict[int, Job] = {}
+    rows: dict[int, int] = {}
+    for index, job in jobs:
+        asked[index] = job
+        able = np.flatnonzero(admission.promises(job, fleet).holds)
+        if len(able):
+            chosen = int(able[choose(job.of(able), fleet)])
+            rows[index] = int(job.rows[chosen])
+            fleet.reserve(job.query.key, reservation_of(job, chosen, fleet.ids, promised=True))
+    fleet.release([asked[index].query.key for index in rows])
+    if len(rows) == len(asked):
+        return {}
+    for row in dict.fromkeys(rows.values()):
+        here = [
+            index for index, job in asked.items() if rows.get(index, row) == row and row in job.rows
+        ]
+        chosen_here = admission.select(
+            [asked[index].of(asked[index].rows == row) for index in here], fleet
+        )
+        best = [index for index, taken in zip(here, chosen_here.tolist(), strict=True) if taken]
+        before = [index for index in here if index in rows]
+        if _worth(asked, best) > _worth(asked, before):
+            for index in before:
+                del rows[index]
+            rows.update(dict.fromkeys(best, row))
+    return rows
+
+
+def _worth(asked: dict[int, Job], indexes: list[int]) -> float:
+    return sum(asked[index].query.slo.priority for index in indexes)
+
+
+NOTHING_LATER = Later()
 
 MOST_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
@@ -70,16 +350,13 @@ class DecisionInputs(NamedTuple):
     untried: frozenset[int] = frozenset()
 
 
-OnDecision = Callable[[DecisionInputs], None]
-
-
 class _Asked(NamedTuple):
     """What a decision is about.
 
     Attributes:
         job: the request on the replicas that are asked, of ``among`` where it could be served.
         second: the decode choice, if it could be split.
-        wanted: the admission policy, if it is to be guaranteed.
+        wanted: the admission policy, if it is to be promised.
         stated, planned: its objective, and by when that is planned.
     """
 
@@ -91,51 +368,62 @@ class _Asked(NamedTuple):
     among: int
 
 
+class _Tested(NamedTuple):
+    """What replicas can promise.
+
+    Attributes:
+        job: the request on the replicas that were tested. promises: of each of them.
+        apart: the job by the plan of each replica with margins of its own, and that plan, by its
+            place in ``job``.
+        able: whether one of them may promise it.
+        over_share: one could, but its tenant is over its share.
+    """
+
+    job: Job
+    promises: Promises
+    apart: dict[int, tuple[Job, SLO]]
+    able: bool
+    over_share: bool = False
+
+
+_NONE_APART: dict[int, tuple[Job, SLO]] = {}
+
+
 class Placer:
     """Decides by one admission and one routing policy, and reserves.
 
-    A request without an objective, or whose objective no replica can guarantee, is served as best
+    A request without an objective, or whose objective no replica can promise, is served as best
     effort if it may be: by the replica with the least work ahead, of both tiers.
 
     With prefill/decode disaggregation, a request that may be split (``prefill_key``) goes to a P/D
     pair or whole to a mixed replica. The choice of the decode replica does not depend on the
-    prefill replica, so it is made first: among the decode replicas that can guarantee their part,
-    by :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill replicas are compared in one
-    decision, each by its part. A prefill replica can guarantee the request if the decode replica
-    can, and if its prefill ends before the first token is due by the time of the KV transfer and of
-    :data:`~sluice.scheduling.pairs.TRANSFER_STEPS`. The routing policy chooses among all replicas
-    that can guarantee the request.
+    prefill replica, so it is made first: among the decode replicas that can promise their part, by
+    :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill replicas are compared in one
+    decision, each by its part. A prefill replica can promise the request if the decode replica can,
+    and if its prefill ends before the first token is due by the time of the KV transfer and of
+    ``TRANSFER_STEPS``. A request that must be served whole goes to a mixed replica; without mixed
+    replicas, to a decode replica; without either, to any.
 
-    An end-to-end time is guaranteed as a TTFT and a pace
-    (:mod:`sluice.scheduling.placement.guarantees`), by the observed lengths of outputs.
+    Where not every request can be promised, tenants have fair shares
+    (:mod:`sluice.scheduling.tenancy.fair_shares`), and new requests leave capacity for the retries
+    of refused ones (:mod:`sluice.scheduling.placement.retry_after`).
 
-    Where not every request can be guaranteed, tenants have fair shares of the capacity
-    (:mod:`sluice.scheduling.tenancy.fair_shares`): a tenant over its share gets a guarantee only if
-    it leaves capacity for the others; otherwise its request is handled as if no replica could
-    guarantee it.
+    A quarantined replica gets requests only where no other is left, and then without a promise; but
+    when its trial is due, it gets the next request that it could serve.
 
-    A refused request gets a retry time, and new requests of the same tenant leave capacity for its
-    retry (:mod:`sluice.scheduling.placement.retry_after`).
-
-    A request that must be served whole goes to a mixed replica; without mixed replicas, to a decode
-    replica; without either, to any.
-
-    A quarantined replica gets requests only where no other is left, and then without a guarantee;
-    but when its trial is due, it gets the next request that it could serve.
-
-    A guaranteed request that moves (``moves_from``) goes to another replica that can guarantee the
-    rest of its objective. If there is none, it stays without side effects: no share is refused, and
-    its first guarantee stands. A running stream (``brings_kv``) is decided on as one whose KV
-    arrives after the predicted transfer; without a guarantee it may go to any other replica.
+    A promised request that moves (``moves_from``) goes to another replica that can promise the
+    rest of its objective. If there is none, it stays without side effects. A running stream
+    (``brings_kv``) is decided on as one whose KV arrives after the predicted transfer; without a
+    promise it may go to any other replica.
 
     Args:
         fleet: the replica table; decisions are reserved in it.
-        routing: chooses among the replicas that can guarantee the request; without admission, among
+        routing: chooses among the replicas that can promise the request; without admission, among
             all.
-        admission: decides which replicas can guarantee it; ``None``: nothing is guaranteed, and
-            only requests that ask for best effort get it.
+        admission: decides which replicas can promise it; ``None``: nothing is promised, and only
+            requests that ask for best effort get it.
         on_decision: receives the inputs of each decision with at least one replica to choose.
-        calibration: by how much earlier than due a guarantee is planned; ``None``: not earlier.
+        calibration: by how much earlier than due a promise is planned; ``None``: not earlier.
         lengths: observed output lengths; ``None``: none are known.
         cold_start: decides while a model that may have no replica has none; ``None``: it always has
             some.
@@ -146,7 +434,7 @@ class Placer:
         fleet: Fleet,
         routing: RoutingPolicy,
         admission: AdmissionPolicy | None,
-        on_decision: OnDecision | None = None,
+        on_decision: Callable[[DecisionInputs], None] | None = None,
         calibration: Calibration | None = None,
         lengths: OutputLengths | None = None,
         cold_start: ColdStart | None = None,
@@ -155,25 +443,21 @@ class Placer:
         self._routing = routing
         self._admission = admission
         self._on_decision = on_decision
+        self._calibration = calibration
         self._lengths = lengths if lengths is not None else OutputLengths()
         self.cold_start = cold_start
         self.demand = Demand()
         """Demand, counted decision by decision."""
         self.shares = FairShares()
-        """Fair shares of guaranteed tokens between tenants."""
+        """Fair shares of promised tokens between tenants."""
         self.returns = RetryAfter()
         """Retry times of refused requests."""
-        self._guarantees = Guarantees(fleet, calibration, self._lengths, self.shares, self.returns)
 
     def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
-        """In which order to decide on queries that wait together, and where each is to be
-        guaranteed: the best set first, see :mod:`sluice.scheduling.placement.together`. In the
-        order given where the admission policy does not choose among several, with P/D roles, and
-        for a single query.
-
-        Args:
-            queries: at most :data:`~sluice.scheduling.placement.together.MOST_TOGETHER`.
-        """
+        """In which order to decide on queries that wait together, at most
+        :data:`MOST_TOGETHER`, and where each is to be promised: the best set first, see
+        :func:`plan`. In the order given where the admission policy does not choose among several,
+        with P/D roles, and for a single query."""
         turns, admission = list(map(Turn, range(len(queries)))), self._admission
         if len(queries) < 2 or admission is None or not admission.selects or self._fleet.has_roles:
             return turns
@@ -192,51 +476,62 @@ class Placer:
         return [*best, *(turn for turn in turns if turn.number not in rows)]
 
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
-        """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which guarantees
-        it if it can (:meth:`order`)."""
+        """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which promises it
+        if it can (:meth:`order`)."""
         asked = self._asked(query, now_s, at)
-        decision = asked if isinstance(asked, RouteDecision) else self._decide(asked, at)
+        if isinstance(asked, RouteDecision):
+            self.demand.arrived += asked.reason != DECLINED
+            return asked
+        job, second = asked.job, asked.second
+        if asked.wanted is not None:
+            decision = self._promise(asked, asked.wanted, at)
+        elif Tier.GUARANTEED not in query.tiers or self._admission is not None:
+            decision = self._best_effort(job, second)
+        else:
+            if self._on_decision is not None:
+                self._tell(job, None, self._ahead_s(job), second)
+            decision = self._place(job, self._choose(job, self._routing.choose), second)
         if decision.reason == DECLINED:  # it will be counted elsewhere
             return decision
         self.demand.arrived += 1
-        # A moving request was counted where it was placed first.
-        if not query.moves_from and not isinstance(asked, RouteDecision):
-            self.demand.count(asked.job, decision, self._fleet, asked.second)
+        if not query.moves_from:  # or else it was counted where it was placed first
+            self.demand.count(job, decision, self._fleet, second)
         return decision
 
     def _asked(
         self, query: RouteQuery, now_s: float, at: int | None = None
     ) -> _Asked | RouteDecision:
         """What to decide; a decision where no replica can be asked."""
-        fleet = self._fleet
-        fleet.expire(now_s)
+        fleet, calibration = self._fleet, self._calibration
+        if fleet.ledger.next_s <= now_s:
+            fleet.expire(now_s)
+        # The replicas that may serve it.
         rows = fleet.candidates(now_s)
+        wanted = self._promise_wanted(query)
         if query.only:
             rows = fleet.among(rows, query.only)
-            if not len(rows):
-                return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
         if not len(rows):
-            if self.cold_start is None or query.elsewhere:
+            if self.cold_start is None or query.elsewhere or query.only:
                 return RouteDecision(None, DECLINED if query.elsewhere else NO_REPLICA)
-            promised = self._promise_wanted(query) is not None
             tokens = self._lengths.of(query).mean
-            return self.cold_start.decide(query, fleet, now_s, tokens, promised)
+            return self.cold_start.decide(query, fleet, now_s, tokens, wanted is not None)
         if query.avoid:
             rows = fleet.but(rows, query.avoid)
-        if not query.moves_from:
-            # Of an earlier decision on it.
-            self._guarantees.forget(query)
-        wanted = self._promise_wanted(query)
         if query.moves_from:
             rows = rows[rows != fleet.row_of.get(query.moves_from, -1)]
             if query.brings_kv:  # a prefill replica cannot fetch it
                 rows = rows[~fleet.are(rows, "prefill")]
             if not len(rows) or (wanted is None and not query.brings_kv):
                 return RouteDecision(None, STAYS)
+        elif calibration is not None:
+            calibration.dropped(query.request_id or query.key)  # of an earlier decision on it
+        # By when it is planned.
         stated = planned = query.slo
-        if wanted is not None:
-            planned = self._guarantees.plan(stated, now_s)
-            query = self._guarantees.shared_out(query, planned, rows)
+        if wanted is not None and calibration is not None:
+            planned = calibration.plan(stated, now_s)
+        if planned is not stated or planned.e2e_s is not None:
+            query = self._planned(query, planned, rows) if wanted is not None else query
+        # The decode replica, if two share the request.
         second: DecodeChoice | None = None
         if fleet.has_roles:
             rows, seconds = self._by_role(query, rows)
@@ -244,23 +539,35 @@ class Placer:
                 second = self._second(query, seconds, now_s, wanted)
         among = len(rows)
         if wanted is not None:
-            preferred = None if at is None else rows[rows == at]
-            rows = self._routing.asked(rows)
-            if preferred is not None:
-                rows = np.union1d(rows, preferred)
+            asked_rows = self._routing.asked(rows)
+            if at is not None and asked_rows is not rows:
+                asked_rows = np.union1d(asked_rows, rows[rows == at])
+            rows = asked_rows
         tokens = self._lengths.of(query).mean
         kv_transfer_s = None if second is None else second.kv_transfer_s
         job = job_of(fleet, query, rows, now_s, tokens, kv_transfer_s)
         if wanted is not None:
-            asked = now_s, float(job.work_s.min()), job.due_s - now_s, float(stated.priority)
-            job = job._replace(worthier_s=self.demand.recent.worthier_s(*asked) / among)
+            worthier_s = self.demand.recent.worthier_s(
+                now_s, float(job.work_s.min()), job.due_s - now_s, stated.columns[3]
+            )
+            if worthier_s > 0.0:
+                job = job._replace(worthier_s=worthier_s / among)
         return _Asked(job, second, wanted, stated, planned, among)
 
     def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
-        """The admission policy for this request; ``None`` if it is not to be guaranteed."""
-        if self._admission is None or Tier.GUARANTEED not in query.tiers or not query.slo.stated:
+        """The admission policy for this request; ``None`` if it is not to be promised."""
+        if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return None
         return self._admission
+
+    def _planned(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
+        """The query with the objective by which a promise is planned on ``rows``; an end-to-end
+        time is shared out."""
+        query = query._replace(slo=planned)
+        if planned.e2e_s is None:
+            return query
+        bound = self._lengths.of(query).bound
+        return query._replace(slo=shared_out(query, bound, self._fleet, rows))
 
     def _by_role(self, query: RouteQuery, rows: Ints) -> tuple[Ints, Ints | None]:
         """The ``rows`` where the request may start, and, if it may be split, the rows of decode
@@ -283,27 +590,14 @@ class Placer:
         if promises is not None and promises.holds.any():
             places = np.flatnonzero(promises.holds)
         able = job.of(places)
-        chosen = self._untried(able)
-        if chosen is None:
-            chosen = self._routing.choose_decode(able, fleet)
-            self._check_choice(chosen, able)
+        chosen = self._choose(able, self._routing.choose_decode)
         figures = fleet.figures[able.rows[chosen]]
         step_s = figures[FIXED_S] + figures[DECODE_S] + able.work_s[chosen]
         kv_transfer_s = fleet.transfer.seconds(query.prompt_tokens) + TRANSFER_STEPS * step_s
         return DecodeChoice(job, promises, int(places[chosen]), float(kv_transfer_s))
 
-    def _decide(self, asked: _Asked, at: int | None) -> RouteDecision:
-        job, second = asked.job, asked.second
-        if asked.wanted is not None:
-            return self._promise(asked, asked.wanted, at)
-        if Tier.GUARANTEED not in job.query.tiers or self._admission is not None:
-            return self._best_effort(job, second)
-        if self._on_decision is not None:
-            self._tell(job, None, self._ahead_s(job), second)
-        return self._place(job, self._choose(job, self._routing.choose), second)
-
     def _promise(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> RouteDecision:
-        """Guarantee it on one of the job's replicas, if one can; on ``at`` if that can. Of many
+        """Promise it on one of the job's replicas, if one can; on ``at`` if that can. Of many
         replicas the nearest are tested first, and the others only if none of these can."""
         job, second, planned = asked.job, asked.second, asked.planned
         # A replica that is to be tried must be found among all.
@@ -311,10 +605,9 @@ class Placer:
             near = self._routing.nearest(job, self._fleet)
             if near is not None:
                 job = job.of(near)
-        asked_for = second, admission, asked.stated, asked.among
-        tested = self._guarantees.tested(job, *asked_for)
+        tested = self._tested(job, asked, admission)
         if not tested.able and job is not asked.job:
-            tested = self._guarantees.tested(asked.job, *asked_for)
+            tested = self._tested(asked.job, asked, admission)
         job, promises, apart = tested.job, tested.promises, tested.apart
         if not tested.able:
             return self._unpromised(job, promises, second, tested.over_share)
@@ -327,8 +620,87 @@ class Placer:
         if chosen in apart:
             (job, planned), chosen = apart[chosen], 0
         placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
-        self._guarantees.made(job, asked.stated, planned, placed)
+        # It counts in its tenant's share, and its margin is known until the request has ended.
+        query, tokens, now_s = job.query, job.output_tokens, job.now_s
+        self.shares.promise(query, tokens, now_s)
+        self.returns.promised(query, tokens, now_s)
+        if self._calibration is not None:
+            name = query.request_id or query.key
+            if query.brings_kv:
+                # Two replicas serve it, so neither is to blame for its times.
+                self._calibration.dropped(name)
+            else:
+                # A pair keeps a promise together, so neither of the two is to blame for it.
+                replica_id = (placed.replica_id or "") if placed.prefill_id is None else ""
+                self._calibration.promised(name, asked.stated, planned, replica_id)
         return placed
+
+    def _tested(self, job: Job, asked: _Asked, admission: AdmissionPolicy) -> _Tested:
+        """What the replicas of ``job`` can promise, beside what is kept for others."""
+        fleet, second = self._fleet, asked.second
+        promises = admission.promises(job, fleet)
+        apart = _NONE_APART
+        if self._calibration is not None and self._calibration.apart:
+            apart = self._set_apart(job, promises, admission, asked.stated, self._calibration)
+        if second is not None:
+            promises = together(job, promises, second)
+        elif not job.moved:
+            promises = promises._replace(ttft_s=promises.ttft_s + job.lead_s)
+        # Others than sound ones are among the candidates only where there are no sound ones.
+        if not promises.holds.any() or not fleet.is_sound(int(job.rows[0]), job.now_s):
+            return _Tested(job, promises, apart, able=False)
+        # Each replica keeps its part of what is due.
+        line_tokens = self.returns.kept_tokens(job.query, job.now_s) / asked.among
+        reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
+        for tokens, over_share in ((line_tokens, False), (reserve_tokens, True)):
+            if tokens > 0.0:
+                promises = self._with_room_left(job, promises, second, admission, tokens)
+                if not promises.holds.any():
+                    return _Tested(job, promises, apart, able=False, over_share=over_share)
+        return _Tested(job, promises, apart, able=True)
+
+    def _set_apart(
+        self,
+        job: Job,
+        promises: Promises,
+        admission: AdmissionPolicy,
+        stated: SLO,
+        calibration: Calibration,
+    ) -> dict[int, tuple[Job, SLO]]:
+        """See :attr:`_Tested.apart`; what those replicas can promise by it is put into
+        ``promises``. ``O(their number)``, which is small."""
+        found: dict[int, tuple[Job, SLO]] = {}
+        for replica_id in calibration.apart:
+            (places,) = np.nonzero(job.rows == self._fleet.row_of.get(replica_id, -1))
+            if not len(places) or job.splits[places[0]]:
+                continue
+            row = job.rows[places]
+            planned = calibration.plan(stated, job.now_s, replica_id)
+            query = self._planned(job.query, planned, row)
+            own = job_of(self._fleet, query, row, job.now_s, self._lengths.of(query).mean)
+            own = own._replace(worthier_s=job.worthier_s)
+            told = admission.promises(own, self._fleet)
+            promises.holds[places], promises.ttft_s[places] = told.holds, told.ttft_s
+            promises.wait_s[places], promises.binds[places] = told.wait_s, told.binds
+            found[int(places[0])] = own, planned
+        return found
+
+    def _with_room_left(
+        self,
+        job: Job,
+        promises: Promises,
+        second: DecodeChoice | None,
+        admission: AdmissionPolicy,
+        reserve_tokens: float,
+    ) -> Promises:
+        """Keep the ``promises`` that leave capacity for one more prompt of ``reserve_tokens``."""
+        kept = admission.promises(job._replace(reserve_tokens=reserve_tokens), self._fleet)
+        if second is not None:
+            moved = second.job._replace(reserve_tokens=reserve_tokens)
+            able = admission.promises(moved, self._fleet)
+            kept = together(job, kept, second._replace(promises=able))
+        holds = promises.holds & kept.holds
+        return promises._replace(holds=holds, wait_s=kept.wait_s, binds=kept.binds)
 
     def _unpromised(
         self,
@@ -344,7 +716,7 @@ class Placer:
             return RouteDecision(None, DECLINED)
         best_effort = Tier.BEST_EFFORT in query.tiers
         if wait_s < inf:
-            # A request that can never be guaranteed uses no tenant's share.
+            # A request that can never be promised uses no tenant's share.
             self.shares.refuse(
                 query, job.output_tokens, job.now_s, again=not best_effort, over_share=over_share
             )
@@ -365,9 +737,7 @@ class Placer:
     ) -> RouteDecision:
         ahead_s = self._ahead_s(job)
         self._tell(job, promises, ahead_s, second)
-        chosen = self._untried(job)
-        if chosen is None:
-            chosen = int(ahead_s.argmin())
+        chosen = self._choose(job, lambda _job, _fleet: int(ahead_s.argmin()))
         return self._place(job, chosen, second, Tier.BEST_EFFORT)
 
     def _ahead_s(self, job: Job) -> Floats:
@@ -386,34 +756,26 @@ class Placer:
         second: DecodeChoice | None,
     ) -> None:
         if self._on_decision is not None:
-            fleet = self._fleet
-            ids, untried = fleet.ids, fleet.untried
-            self._on_decision(
-                DecisionInputs(job, ids, len(fleet), promises, ahead_s, second, untried)
-            )
+            ids, untried, known = self._fleet.ids, self._fleet.untried, len(self._fleet.row_of)
+            self._on_decision(DecisionInputs(job, ids, known, promises, ahead_s, second, untried))
 
     def _choose(self, job: Job, choose: Callable[[Job, Fleet], int], at: int | None = None) -> int:
+        """A place among the job's replicas: ``at``, or one that is to be tried, or else what
+        ``choose`` says. A quarantined replica is tried with the next request that it could serve,
+        for else it might never be chosen; not with one that has failed elsewhere or moves."""
         if at is not None and at in job.rows:
             return int(np.searchsorted(job.rows, at))
-        chosen = self._untried(job)
-        if chosen is None:
-            chosen = choose(job, self._fleet)
-            self._check_choice(chosen, job)
-        return chosen
-
-    def _untried(self, job: Job) -> int | None:
-        """A quarantined replica that is to be tried with the next request that it could serve, for
-        else it might never be chosen. Not with one that has failed elsewhere already or moves."""
         untried = self._fleet.untried
-        if not untried or job.query.avoid or job.query.moves_from:
-            return None
-        return next((n for n, row in enumerate(job.rows.tolist()) if row in untried), None)
-
-    def _check_choice(self, chosen: int, job: Job) -> None:
+        if untried and not job.query.avoid and not job.query.moves_from:
+            for place, row in enumerate(job.rows.tolist()):
+                if row in untried:
+                    return place
+        chosen = choose(job, self._fleet)
         if not 0 <= chosen < len(job.rows):
             raise RuntimeError(
                 f"policy {self._routing.name!r} chose replica {chosen} of {len(job.rows)}"
             )
+        return chosen
 
     def _place(
         self,

@@ -231,7 +231,7 @@ class RetryAfter:
     def kept_tokens(self, query: RouteQuery, now_s: float) -> float:
         """Prompt tokens for which ``query`` must leave capacity; see :meth:`Line.kept_tokens`."""
         line = self._lines.get(query.tenant)
-        return 0.0 if line is None else line.kept_tokens(name_of(query), now_s)
+        return line.kept_tokens(name_of(query), now_s) if line is not None and len(line) else 0.0
 
     def promised(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
         """Record that ``query`` is guaranteed, with its expected output length."""

@@ -76,7 +76,7 @@ class RouteQuery(NamedTuple):
         avoid: replicas that have failed this request; left out if there are others.
         tenant: 63-bit hash of its tenant; 0: unknown. weight: of the tenant's share, > 0.
         moves_from: the replica that has this guaranteed request and is predicted to miss its first
-            token (:mod:`sluice.controller.state.moves`): it moves to one that can guarantee the
+            token (:mod:`sluice.controller.state.mirror`): it moves to one that can guarantee the
             rest, or stays. Empty for any other request.
         brings_kv: it is a stream that runs at ``moves_from``, which transfers its KV
             (:mod:`sluice.scheduling.placement.migration`).
@@ -102,6 +102,13 @@ class RouteQuery(NamedTuple):
     brings_kv: bool = False
     elsewhere: bool = False
     only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)] = ()
+
+
+def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
+    """When its first token is due: by its TTFT, and early enough that the expected output ends by
+    its end-to-end objective."""
+    ttft_s, tpot_s, e2e_s, _ = query.slo.columns
+    return now_s - query.waited_s + paced(ttft_s, tpot_s, e2e_s, output_tokens)[0]
 
 
 Replicas = tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_]]

@@ -222,8 +222,12 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
         """TTFT, TPOT, end-to-end time and priority as numbers, infinite where not stated."""
-        ttft_s, tpot_s, e2e_s = [inf if time_s is None else time_s for time_s in self.times_s]
-        return ttft_s, tpot_s, e2e_s, float(self.priority)
+        return (
+            inf if self.ttft_s is None else self.ttft_s,
+            inf if self.tpot_s is None else self.tpot_s,
+            inf if self.e2e_s is None else self.e2e_s,
+            float(self.priority),
+        )
 
     @cached_property
     def times_s(self) -> Times:
@@ -233,8 +237,9 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def stated(self) -> bool:
         """Whether it states any objective: without one there is nothing to promise."""
-        times_s = (self.times_s, *[stage.times_s for stage in self.stages])
-        return any(time_s is not None for own_s in times_s for time_s in own_s)
+        if min(self.columns[:3]) < inf:
+            return True
+        return any(time_s is not None for stage in self.stages for time_s in stage.times_s)
 
     @classmethod
     def of_stages(

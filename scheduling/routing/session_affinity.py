@@ -12,8 +12,8 @@ from pydantic import Field
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import requests_at
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.routing.balancing import Inner, make_inner
 from sluice.scheduling.routing.base import Job, RoutingPolicy
-from sluice.scheduling.routing.inner import Inner, make_inner
 
 
 class SessionAffinityOptions(PolicyOptions):

@@ -9,8 +9,8 @@ from sluice.scheduling.admission import POLICIES as ADMISSION
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Ints
+from sluice.scheduling.routing.balancing import Inner, make_inner
 from sluice.scheduling.routing.base import Job, RoutingPolicy
-from sluice.scheduling.routing.inner import Inner, make_inner
 
 
 class SLOsServeRoutingOptions(PolicyOptions):
@@ -44,7 +44,7 @@ class SLOsServeRoutingOptions(PolicyOptions):
 class SLOsServeRouting(RoutingPolicy):
     """Tests one replica after the other for whether it can meet the request's objective.
 
-    The first replica is the next in turn (:mod:`sluice.scheduling.routing.round_robin`). If its
+    The first replica is the next in turn (:mod:`sluice.scheduling.routing.balancing`). If its
     scheduler, run on its mirrored state (the paper's virtual execution), declines, the next one in
     the list is tested, up to ``hops`` replicas.
 

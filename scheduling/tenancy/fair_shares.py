@@ -131,7 +131,8 @@ class FairShares:
         """A request is guaranteed its objective; its output is expected to be so long."""
         tokens = query.prompt_tokens + output_tokens
         scale, slot = self._scale(now_s), self._slot(query)
-        self._learn(slot, query.prompt_tokens, now_s, refused=False)
+        if len(self._slots) > 1:
+            self._learn(slot, query.prompt_tokens, now_s, refused=False)
         if self._refused.pop(query.key, self) is self:
             self._asked[slot] += tokens * scale
         self._promised[slot] += tokens * scale
@@ -139,7 +140,8 @@ class FairShares:
         self._asked[slot] = max(self._asked[slot], self._promised[slot])
         self._total += tokens * scale
         self._charges[query.key] = _Charge(query.tenant, tokens, now_s)
-        self._bound(self._charges)
+        if len(self._charges) > self._most_keys:
+            self._bound(self._charges)
 
     def refuse(
         self, query: RouteQuery, output_tokens: float, now_s: float, again: bool, over_share: bool
@@ -153,7 +155,7 @@ class FairShares:
             over_share: there was room for it, but not for the reserve as well.
         """
         scale, slot = self._scale(now_s), self._slot(query)
-        if not over_share:
+        if not over_share and len(self._slots) > 1:
             self._learn(slot, query.prompt_tokens, now_s, refused=True)
         if query.key in self._refused:
             return
@@ -184,9 +186,8 @@ class FairShares:
         return float(self._weights[slot]) * self._level * self._total
 
     def _learn(self, slot: int, prompt_tokens: int, now_s: float, refused: bool) -> None:
-        """Learn the reserve from a request of a tenant that is short of its share, if it is."""
-        if len(self._slots) < 2:
-            return  # all of it is its own
+        """Learn the reserve from a request of a tenant that is short of its share, if it is; of a
+        single tenant all is its own."""
         self._refresh(now_s)
         share = self._share(slot)
         if share == inf or self._promised[slot] >= SHORT * share:

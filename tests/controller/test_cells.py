@@ -9,7 +9,7 @@ from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.cells import Cells
 from sluice.controller.observability.observer import Observer
-from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import TroubleNotice
 from sluice.scheduling.fleet.breaker import Trouble
 from tests.controller.fleet import Clock, hello, query, waiting_row

@@ -18,10 +18,10 @@ from sluice.controller.transport import channel as channel_module
 from sluice.controller.transport.channel import (
     MAX_TIMEOUTS,
     Endpoint,
+    NoAnswerError,
     RouteChannel,
     RouteServer,
 )
-from sluice.controller.transport.failure import NoAnswerError
 from sluice.protocol import connection
 from sluice.protocol.connection import MAX_STRANGERS, WELCOME
 from sluice.protocol.messages import (

@@ -23,8 +23,7 @@ from sluice.controller.client import (
     stop_controller,
 )
 from sluice.controller.config import ControllerConfig, fingerprint_of
-from sluice.controller.detached import DetachedController
-from sluice.controller.discovery import NAMESPACE, ensure_observer
+from sluice.controller.discovery import NAMESPACE, DetachedController, ensure_observer
 from sluice.controller.transport.channel import MAX_TIMEOUTS
 from sluice.protocol.messages import MAX_QUERIES, FirstTokenWait, MetricSample, RequestEnding
 from sluice.scheduling.fleet.breaker import Trouble

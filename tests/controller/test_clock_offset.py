@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.controller.transport.clock_offset import ClockOffset
+from sluice.protocol.connection import ClockOffset
 
 _ways_s = st.lists(st.floats(0.0, 5.0), min_size=1, max_size=60)
 

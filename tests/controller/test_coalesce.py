@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from sluice.controller.cell_client import Coalescer
-from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.channel import NoAnswerError
 
 
 class FarSide:

@@ -11,7 +11,7 @@ import asyncio, multiprocessing, random
 from math import nan
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.detached import compile_loops
+from sluice.controller.discovery import compile_loops
 from sluice.protocol.messages import FirstTokenWait, RequestEnding
 from sluice.scheduling.request.job import Tier
 from sluice.protocol.messages import decode_query, encode

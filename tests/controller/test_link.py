@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sluice.controller import actor_handle as link_module
-from sluice.controller.actor_handle import Link
+from sluice.controller import cell_client as link_module
+from sluice.controller.cell_client import Link
 from sluice.controller.config import ControllerConfig
-from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.channel import NoAnswerError
 
 
 class Method:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.state.moves import MOST_LATE
+from sluice.controller.state.mirror import MOST_LATE
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait, RequestEnding
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO

@@ -9,12 +9,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.observability.counters import DECISION_BUCKETS_S, Counters
 from sluice.controller.observability.instruments import NAMES, families
 from sluice.controller.observability.metrics import KEPT_S
 from sluice.controller.observability.observer import SETTLING_S, Observer
 from sluice.controller.observability.readings import AT_ONCE
-from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.observability.recent_decisions import DECISION_BUCKETS_S, Counters
+from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import MetricSample, MetricsPush
 from sluice.scheduling.request.job import PLACED
 from tests.controller.fleet import Clock, hello, query

@@ -12,8 +12,7 @@ import pytest
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.transport.channel import MAX_TIMEOUTS, Endpoint, RouteChannel
-from sluice.controller.transport.failure import NoAnswerError
+from sluice.controller.transport.channel import MAX_TIMEOUTS, Endpoint, NoAnswerError, RouteChannel
 from sluice.scheduling.request.job import NO_REPLICA, RouteDecision, RouteQuery
 from tests.controller.fleet import Clock, delta, hello, query, waiting_row
 

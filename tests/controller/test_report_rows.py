@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sluice.controller.transport import report_rows
+from sluice.controller.transport import checks
 from sluice.controller.transport.checks import _check_live_rows, _check_slots
 from sluice.scheduling.fleet.state import ROW, WAITING
 
@@ -49,9 +49,9 @@ def test_it_takes_what_the_checks_take(
             raise ValueError("phase")
         _check_live_rows(rows[rows["phase"] != 0])
     except ValueError:
-        assert not report_rows.are_sound(slots, rows, _CAPACITY)
+        assert not checks.are_sound(slots, rows, _CAPACITY)
     else:
-        assert report_rows.are_sound(slots, rows, _CAPACITY)
+        assert checks.are_sound(slots, rows, _CAPACITY)
 
 
 def test_writing_tells_what_lives_and_what_has_ended() -> None:
@@ -59,15 +59,15 @@ def test_writing_tells_what_lives_and_what_has_ended() -> None:
     rows = np.zeros(3, ROW)
     rows["key"], rows["phase"] = (5, 6, 7), WAITING
     rows["prompt_tokens"], rows["emitted_tokens"] = 10, 3
-    assert report_rows.write(table, np.array([0, 1, 2], np.int32), rows) == (3, [5, 6, 7], [])
+    assert checks.write(table, np.array([0, 1, 2], np.int32), rows) == (3, [5, 6, 7], [])
     changed = rows.copy()
     changed["key"], changed["phase"] = (5, 8, 0), (WAITING, WAITING, 0)
-    told = report_rows.write(table, np.array([0, 1, 2], np.int32), changed)
+    told = checks.write(table, np.array([0, 1, 2], np.int32), changed)
     assert told == (3, [5, 8], [[6, 13], [7, 13]])
     assert table[:3].tobytes() == changed.tobytes()
-    assert report_rows.write(table, np.array([], np.int32), rows[:0]) == (0, [], [])
+    assert checks.write(table, np.array([], np.int32), rows[:0]) == (0, [], [])
 
 
 @pytest.mark.parametrize("slot", [2**63, 2**64 - 1])
 def test_a_slot_beyond_all_numbers_is_not_sound(slot: int) -> None:
-    assert not report_rows.are_sound(np.array([slot], np.uint64), np.ones(1, ROW), 4)
+    assert not checks.are_sound(np.array([slot], np.uint64), np.ones(1, ROW), 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.controller.state.request_classes import UNKNOWN_CLASS, RequestClasses
+from sluice.controller.observability.recent_decisions import UNKNOWN_CLASS, RequestClasses
 
 
 def test_classes_are_remembered_until_the_end() -> None:

@@ -12,7 +12,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.transport.channel import RouteServer, Window
 from sluice.protocol.connection import Frames
 from sluice.protocol.messages import Refused, Routed, RouteReply, decode_answer
-from sluice.scheduling.placement.together import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MOST_TOGETHER
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import Tier

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import POLICIES, make_policy
-from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.base import Constraint
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO

@@ -9,7 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import Promises, make_policy
-from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.base import Constraint
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.latency.model import LinearLatency

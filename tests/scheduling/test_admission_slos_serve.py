@@ -13,7 +13,7 @@ from sluice.scheduling.admission.slos_serve.policy import (
 from sluice.scheduling.admission.slos_serve.selection import PlanDemand, Supply, admissible
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.report import Reservation
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.kernels import most_work_s
 from sluice.scheduling.request.objective import SLO, Anchor

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
-from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.report import Reservation
 from sluice.scheduling.latency.model import LinearLatency, RooflineLatency
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.objective import SLO

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sluice.scheduling import batching
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.ledger import Reservation
 from sluice.scheduling.fleet.local_orders import ARRIVAL, BY_PRIORITY, DEADLINE, SHORTEST, SLIDE
+from sluice.scheduling.fleet.report import Reservation
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, RouteQuery, make_policy

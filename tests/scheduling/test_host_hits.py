@@ -8,8 +8,7 @@ import pytest
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.prefix import HELD
-from sluice.scheduling.placement.jobs import prefill_of
-from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.placement.placer import Placer, prefill_of
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.fleet.ledger import _MOST_STALE, Ledger, Reservation
+from sluice.scheduling.fleet.report import _MOST_STALE, Ledger, Reservation
 
 
 def made(

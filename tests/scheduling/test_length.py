@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.placement.length import (
+from sluice.scheduling.placement.output_lengths import (
     MAX_TASK_NAME,
     MAX_TASKS,
     GaussianLength,

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.placement.length import LengthRange
 from sluice.scheduling.placement.output_lengths import (
     EVERY,
     LEAST_ENDED,
@@ -16,6 +15,7 @@ from sluice.scheduling.placement.output_lengths import (
     MEMORY,
     UNKNOWN,
     UNSEEN,
+    LengthRange,
     OutputLengths,
     length_of,
 )

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import make_policy
-from sluice.scheduling.admission.base import Promises
-from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.base import Constraint, Promises
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.ledger import Reservation
+from sluice.scheduling.fleet.report import Reservation
 from sluice.scheduling.fleet.rows import spare_after_s
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.deadline import FIRST, needs_prefill, next_due_s, paced

@@ -11,10 +11,8 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.placement.calibration import PRIOR, Calibration
-from sluice.scheduling.placement.guarantees import shared_out
-from sluice.scheduling.placement.length import LengthRange
-from sluice.scheduling.placement.output_lengths import OutputLengths
-from sluice.scheduling.placement.placer import DecisionInputs, Placer
+from sluice.scheduling.placement.output_lengths import LengthRange, OutputLengths
+from sluice.scheduling.placement.placer import DecisionInputs, Placer, shared_out
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import make_policy as make_routing

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.admission import POLICIES as ADMISSIONS
 from sluice.scheduling.admission import make_policy as make_admission
+from sluice.scheduling.admission.base import TRANSFER_STEPS
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.ledger import Reservation
-from sluice.scheduling.fleet.report import Report
-from sluice.scheduling.pairs import TRANSFER_STEPS
+from sluice.scheduling.fleet.report import Report, Reservation
 from sluice.scheduling.placement.placer import DecisionInputs, Placer
 from sluice.scheduling.request.job import PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.objective import SLO

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.fleet.pool_ratio import PoolDemand, demand_of_tokens, demand_of_work
+from sluice.scheduling.autoscaling.role_shares import PoolDemand, demand_of_tokens, demand_of_work
 
 # 10,000 tokens a second, and steps of 50 ms of which 10 ms are fixed: 400 tokens in each, so that a
 # decode device makes 8,000 of them a second.

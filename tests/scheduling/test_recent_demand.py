@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import make_policy
-from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.base import Constraint
 from sluice.scheduling.autoscaling.load import (
     EXCESS,
     LEAST_SPAN_S,

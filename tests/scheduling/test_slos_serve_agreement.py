@@ -19,8 +19,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
-from sluice.scheduling.placement.guarantees import shared_out
-from sluice.scheduling.placement.placer import Placer
+from sluice.scheduling.placement.placer import Placer, shared_out
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, Anchor

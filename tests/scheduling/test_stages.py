@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.admission import make_policy
-from sluice.scheduling.admission.constraint import Constraint
+from sluice.scheduling.admission.base import Constraint
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.placement.placer import Placer

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.admission.slos_serve.policy import SLOsServeAdmission
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.placement.placer import Placer
-from sluice.scheduling.placement.together import MOST_TOGETHER, Turn
+from sluice.scheduling.placement.placer import MOST_TOGETHER, Placer, Turn
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier

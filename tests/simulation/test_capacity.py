@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling import batching, routing
-from sluice.scheduling.fleet.pool_ratio import PoolDemand
+from sluice.scheduling.autoscaling.role_shares import PoolDemand
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.capacity import (

@@ -9,7 +9,7 @@ from sluice.scheduling.batching import POLICIES, BatchBuilder, BatchPolicy, make
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.latency.speculation import AllDrafts
-from sluice.scheduling.placement.length import OracleLengths
+from sluice.scheduling.placement.output_lengths import OracleLengths
 from sluice.scheduling.request.kernels import EXPECTED
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView

@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.admission.base import AdmissionPolicy, Promises
-from sluice.scheduling.admission.constraint import Constraint
-from sluice.scheduling.admission.first_token import first_token_s
+from sluice.scheduling.admission.base import AdmissionPolicy, Constraint, Promises
 from sluice.scheduling.admission.room import (
     LEAST_WAIT_S,
     alone_constraint,
     alone_step_s,
     claims_wait_s,
+    first_token_s,
     fits_alone,
     pace_wait_s,
     reserve_at,
