@@ -51,7 +51,7 @@ LEAST_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
 
 MOST_INSERTED = 48
-"""Up to so many requests are put in order by insertion, which takes a fraction of a sort's time."""
+"""At most this number of requests is put in order by insertion, as a sort takes longer."""
 
 NOTHING = Prefill(0.0, inf, inf, 0.0, 0.0)
 """No request."""
