@@ -45,7 +45,7 @@ class PABBalancing(RoutingPolicy):
     after the request's own prefill in both cases: if any replica suffices, this one does, and the
     choice keeps the head-room balanced; if none does, this one is late by the least. So tokens of
     the prompt in a replica's cache count, and the speed of each replica. The horizon is the
-    request's own TTFT, or ``controller.reference_ttft_ms`` where it states none. Ties go to fewer
+    request's own TTFT, or 1 s where it states none. Ties go to fewer
     requests, then to the first in the list. The caller counts the prompt at the chosen replica at
     once.
     """
