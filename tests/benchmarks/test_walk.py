@@ -6,10 +6,9 @@ import json
 
 from click.testing import CliRunner
 
-from sluice.benchmarks.micro.walk import Walk, walked
+from sluice.benchmarks.micro.walk import PACKAGES, Walk, walked
 from sluice.deploy.cli import main
 from sluice.scheduling.request.objective import SLO
-from sluice.telemetry.logs import PACKAGES
 
 
 def test_a_walk_counts_calls_files_moves_and_returns() -> None:

@@ -18,7 +18,7 @@ from sluice.protocol.requests import ResponseTail
 from sluice.router.metrics.instruments import Outcome, RequestFigures, RouterMetrics
 from sluice.router.tenancy.limits import ANYONE
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.request.objective import SLO, GainWeights, TokenClock
+from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.simulation.metrics import deadline_gain, stages
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival
@@ -127,9 +127,8 @@ def test_the_last_minutes_are_what_came_in_them() -> None:
     assert row["trend"][0] == 0.75
 
 
-@pytest.mark.parametrize("first_weight", [None, 7.0])
-def test_the_gain_is_that_of_the_simulator_on_the_same_requests(first_weight: float | None) -> None:
-    """By ProServe's weights, where the class configures none."""
+def test_the_gain_is_that_of_the_simulator_on_the_same_requests() -> None:
+    """By ProServe's weights."""
     slo = SLO(ttft_s=0.2, tpot_s=0.01, service_class="chat", priority=2)
     arrived = [
         Arrival(n * 0.05, 400 + 80 * (n % 7), 60 + n % 31, replace(slo, priority=1 + n % 2))
@@ -137,7 +136,7 @@ def test_the_gain_is_that_of_the_simulator_on_the_same_requests(first_weight: fl
     ]
     requests = simulate(of(arrived), make_policy("fcfs"), MODEL).requests
     side = Side()
-    metrics = RouterMetrics({} if first_weight is None else {"chat": first_weight})
+    metrics = RouterMetrics()
     side.push_registry("r", metrics.registry, 0)
     for key, arrival in enumerate(arrived):
         clock = TokenClock(arrival.slo, arrival.arrival_s)
@@ -148,8 +147,7 @@ def test_the_gain_is_that_of_the_simulator_on_the_same_requests(first_weight: fl
         figures = RequestFigures.of(clock, Outcome.OK, float(times[-1]), tail)
         metrics.ended(call_of(arrival), figures)
     side.push_registry("r", metrics.registry, 10)
-    weights = None if first_weight is None else GainWeights(first_weight, 1.0)
-    expected = deadline_gain(requests, stages(requests), weights).ratio
+    expected = deadline_gain(requests, stages(requests)).ratio
     assert 0.1 < expected < 0.9
     assert side.recent(20)["tdg"] == pytest.approx(expected, abs=1e-4)
 

@@ -67,7 +67,7 @@ def test_a_short_key_is_warned_of() -> None:
 
 def test_a_wrong_file_is_told_with_an_exit_code(tmp_path: Path) -> None:
     path, config = tmp_path / "keys.yaml", tmp_path / "sluice.yaml"
-    path.write_text("- {key: s3cret-s3cret-s3cret, classes: [gold]}\n")
+    path.write_text("- {key: s3cret-s3cret-s3cret, limits: {classes: [gold]}}\n")
     result = CliRunner().invoke(main, ["keys", "check", str(path)])
     assert result.exit_code == Exit.FAILED
     assert "['gold']" in result.stderr and "s3cret" not in result.output

@@ -32,7 +32,6 @@ FIELDS: dict[str, Any] = {
             "token_s": 0.002,
             "context_token_s": 0.0,
             "transfer_s": 0.5,
-            "transfer_token_s": 0.0,
         },
     },
     "replica": {

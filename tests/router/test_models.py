@@ -170,7 +170,9 @@ async def test_one_model_is_described_or_not_found() -> None:
 
 
 async def test_a_key_sees_the_models_that_it_may_use() -> None:
-    config = RouterConfig.model_validate({"api_keys": [{"key": "k" * 20, "models": ["other"]}]})
+    config = RouterConfig.model_validate(
+        {"api_keys": [{"key": "k" * 20, "limits": {"models": ["other"]}}]}
+    )
     async with Edge(FarSide(a=serve), config=config).client() as client:
         answer = await client.get("/v1/models/m", headers={"authorization": f"Bearer {'k' * 20}"})
     assert answer.status_code == 404
