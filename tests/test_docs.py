@@ -15,6 +15,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from sluice.benchmarks.micro.walk import PACKAGES
 from sluice.deploy.cli import main
 from sluice.deploy.commands.offline import all_policies
 from sluice.deploy.config import SluiceConfig
@@ -36,8 +37,26 @@ LISTED = {
 }
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
+SOURCES = [path for name in (*PACKAGES, "tests") for path in (ROOT / name).rglob("*.py")]
+
 BY_HAND = {"make serve", "make test", "sluice serve"}
 """Commands that do not end, or are these tests: the README's tests start what they start."""
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_each_file_of_the_code_that_a_document_names_exists(name: str) -> None:
+    """A bare name stands for one beside the last that has a folder, or anywhere."""
+    absent, folder = [], ROOT
+    for found in re.findall(r"`([\w./-]+\.py)`", (ROOT / name).read_text(encoding="utf-8")):
+        path = ROOT / found
+        if "/" in found:
+            folder = path.parent
+        elif not (folder / found).is_file():
+            path = next((each for each in SOURCES if each.name == found), path)
+        else:
+            path = folder / found
+        absent += [] if path.is_file() else [found]
+    assert not absent, absent
 
 
 def documented_metrics() -> set[str]:
