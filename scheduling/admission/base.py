@@ -1,4 +1,4 @@
-"""The contract of an admission policy: which replicas can guarantee a request's objective."""
+"""The contract of an admission policy: which replicas can promise a request's objective."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Constraint(enum.IntEnum):
     """The constraint that binds, as an admission policy records it in compiled code."""
 
     NONE = 0
-    """The objective can be guaranteed."""
+    """The objective can be promised."""
     TTFT = 1
     """Its first token would be late."""
     TPOT = 2
-    """The decodes could not all be held at their pace."""
+    """The decodes could not all be kept at their TPOT."""
     GUARANTEES = 3
-    """Requests that are guaranteed already would be late."""
+    """Requests that are promised already would be late."""
     KV_MEMORY = 4
     """There are too few KV blocks."""
     SEQUENCES = 5
@@ -40,18 +40,13 @@ class Constraint(enum.IntEnum):
 
 
 class Promises(NamedTuple):
-    """What each replica of a job can guarantee.
+    """What each of ``n`` replicas of a job can promise: whether it ``holds`` with every earlier
+    promise.
 
-    Attributes:
-        holds: ``bool[n]``, whether the replica can meet the job's objective and every earlier
-            guarantee.
-        ttft_s: ``float64[n]``, predicted time from now to the first token there, seconds; where the
-            replica computes only the prompt, to the end of the prefill.
-        wait_s: ``float64[n]``, where ``holds`` is false: the predicted time until it could be true,
-            seconds; infinite where it never can.
-        binds: ``int8[n]``, the :class:`~sluice.scheduling.admission.base.Constraint` that
-            prevents the guarantee; 0 where ``holds`` is true.
-    """
+    ``ttft_s`` counts from now to the first token there, or to the end of the prefill where the
+    replica computes only the prompt. ``wait_s`` is the predicted time until a promise could be
+    made; infinite where it never can. ``binds`` is the ``Constraint`` that prevents it; 0 where it
+    ``holds``."""
 
     holds: NDArray[np.bool_]
     ttft_s: Floats
@@ -67,15 +62,11 @@ under way, and the first of its own."""
 
 
 class DecodeChoice(NamedTuple):
-    """The decode replica for a request whose prompt another replica computes.
+    """The decode replica, ``job.rows[chosen]``, for a request whose prompt another replica
+    computes.
 
-    Attributes:
-        job: the decode phase of the request on each decode replica.
-        promises: what each of them can guarantee; ``None`` without admission.
-        chosen: index in ``job.rows`` of the decode replica: one that can guarantee its part, if any
-            can.
-        kv_transfer_s: predicted time from the end of the prefill to the first token there.
-    """
+    ``promises`` is ``None`` without admission. ``kv_transfer_s`` is the predicted time from the end
+    of the prefill to the first token there."""
 
     job: Job
     promises: Promises | None
@@ -94,17 +85,17 @@ class DecodeChoice(NamedTuple):
 
     @property
     def able(self) -> bool:
-        """Whether it can guarantee its part; always true without admission."""
+        """Whether it can promise its part; always true without admission."""
         return self.promises is None or bool(self.promises.holds[self.chosen])
 
     @property
     def wait_s(self) -> float:
-        """Predicted time until some decode replica can guarantee that part, if none can now."""
+        """Predicted time until some decode replica can promise that part, if none can now."""
         return 0.0 if self.promises is None else float(self.promises.wait_s.min())
 
     @property
     def binds(self) -> np.int8:
-        """The constraint that binds if no decode replica can guarantee that part: at the replica
+        """The constraint that binds if no decode replica can promise that part: at the replica
         with the shortest wait."""
         if self.promises is None:
             return np.int8(0)
@@ -112,8 +103,8 @@ class DecodeChoice(NamedTuple):
 
 
 def together(job: Job, promises: Promises, second: DecodeChoice) -> Promises:
-    """The guarantees to the client. ``promises`` are those of the replicas where the request
-    starts; a P/D pair guarantees what both replicas can, with times up to the first token."""
+    """The promises to the client. ``promises`` are those of the replicas where the request
+    starts; a P/D pair promises what both replicas can, with times up to the first token."""
     holds, wait_s, binds = promises.holds, promises.wait_s, promises.binds
     if not second.able:
         binds = np.where(holds & job.splits, second.binds, binds)
@@ -123,8 +114,8 @@ def together(job: Job, promises: Promises, second: DecodeChoice) -> Promises:
 
 
 class AdmissionPolicy(ABC):
-    """Decides what can be guaranteed. One file, one subclass, one registry line. It keeps no state:
-    earlier guarantees count through their reservations in the fleet."""
+    """Decides what can be promised. One file, one subclass, one registry line. It keeps no state:
+    earlier promises count through their reservations in the fleet."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -141,22 +132,15 @@ class AdmissionPolicy(ABC):
         return 0.0
 
     def select(self, jobs: Sequence[Job], fleet: Fleet) -> NDArray[np.bool_]:
-        """``bool[n]``: which of ``jobs`` a replica can guarantee together, beside all earlier
-        guarantees: the set with the greatest sum of priorities. Only called if ``selects``.
-
-        Args:
-            jobs: at most :data:`~sluice.scheduling.admission.slos_serve.selection.MOST_NEW`, each
-                with one row, the same for all, which serves them whole.
-        """
+        """``bool[n]``: the jobs, of the greatest sum of priorities, that a replica can promise
+        together beside all earlier promises. Only called if ``selects``, with at most ``MOST_NEW``
+        jobs, each with the same single row."""
         raise NotImplementedError
 
     @abstractmethod
     def promises(self, job: Job, fleet: Fleet) -> Promises:
-        """What each of ``job.rows`` can guarantee for ``job.query``.
+        """What each of ``job.rows`` can promise for ``job.query``.
 
-        A replica that would compute only the prompt (``job.splits``) guarantees to finish it by
-        ``job.due_s - job.lead_s``. After a KV transfer (``job.moved``) a replica needs KV blocks
-        for the whole prompt. With ``job.reserve_tokens``, each replica that has guarantees must be
-        able to meet the same objective for one more request with a prompt of that length; an idle
-        replica keeps no reserve.
-        """
+        A replica that computes only the prompt (``job.splits``) promises to finish it by
+        ``job.due_s - job.lead_s``. With ``job.reserve_tokens``, each replica that has promises must
+        also have room for one more request with a prompt of that length."""

@@ -1,4 +1,4 @@
-"""Moore-Hodgson's test, with every earlier guarantee forced in."""
+"""Moore-Hodgson's test, with every earlier promise forced in."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -74,12 +74,8 @@ def later_late_by(
     headroom: float,
 ) -> float:
     """By how much work, seconds, a later stage of a new request misses its deadline if later stages
-    of other requests begin too; 0 or less if none does. ``O(stages)``.
-
-    Args:
-        later: ``float64[n, 2]``, for each later stage its new prompt tokens and its TTFT, seconds.
-        prompt_tokens: tokens of the request before the first later stage.
-    """
+    of other requests begin too; 0 or less if none does. ``later`` is ``float64[n, 2]``, of each its
+    new prompt tokens and its TTFT, seconds. ``O(stages)``."""
     late_s, count = 0.0, int(figures[LOADS])
     shares = loads[count - 1, SHARES] if count > 0 else 0.0
     for stage in range(later.shape[0]):
@@ -107,32 +103,19 @@ class MooreHodgsonOptions(PolicyOptions):
 
 
 class MooreHodgson(AdmissionPolicy):
-    """Guarantees an objective that a replica can meet together with all its earlier guarantees.
+    """Promises an objective that a replica can meet together with all its earlier promises.
 
-    Moore-Hodgson's walk (:mod:`sluice.scheduling.batching.deadline_triage`) sums the
-    prefills by deadline and drops some where the sum exceeds the capacity until a deadline; this
-    capacity is the one of the prefill admission budget (:mod:`sluice.scheduling.fleet.rows`). A
-    guaranteed prefill may not be
-    dropped, so for one new request the walk is a test: at its own deadline, and at every later one,
-    the sum including it must fit. In addition, once it decodes, all decodes together must keep
-    their pace, and there must be KV blocks and a sequence slot for it. Blocks and slots of
-    best-effort requests count as free.
+    Moore-Hodgson's walk (``batching.deadline_triage``) sums prefills by deadline and drops some
+    where the sum exceeds the capacity; a promised prefill may not be dropped, so for a new request
+    the walk is a test at its own deadline and every later one. All decodes together must keep their
+    time per token, and KV blocks and a sequence slot must be free, those of best-effort requests
+    included.
 
-    The work of requests that are expected to come later, be due before the new one, and have more
-    priority per second of work (:mod:`sluice.scheduling.autoscaling.load`) must fit too.
-    So a long prompt that comes first does not take the capacity of many short ones. This is trunk
+    The work of expected requests that come later, are due earlier and have more priority per second
+    of work must fit too, so a long prompt does not take the capacity of many short ones: trunk
     reservation (Key, *Optimal control and trunk reservation in loss networks*, 1990) with deadlines
-    in place of circuits. A replica without guarantees reserves nothing.
-
-    Capacity is reserved for the later stages of guaranteed requests, and the later stages of the
-    new request are tested too (:mod:`sluice.scheduling.admission.moore_hodgson`).
-
-    The policy assumes that engines serve guaranteed prefills by deadline, as ``deadline_triage``
-    does.
-
-    For a replica with ``n`` guaranteed requests: ``O(log n)`` where the capacity at later deadlines
-    is ample, else ``O(n log n)``.
-    """
+    in place of circuits. Assumes engines that serve promised prefills by deadline. ``O(log n)`` for
+    ``n`` promised requests where capacity is ample, else ``O(n log n)``."""
 
     name = "moore_hodgson"
     source = "ours; Moore (Management Science 1968) against the capacity of FairBatching appendix A"
@@ -247,18 +230,11 @@ def late_by(
 def others_late_by(
     figures: Floats, prefills: Floats, loads: Floats, new: Prefill, now_s: float, headroom: float
 ) -> float:
-    """By how much work, seconds, a new prefill makes later guaranteed prefills miss their
-    deadlines.
+    """By how much work, seconds, a new prefill makes later promised prefills miss their deadlines.
 
-    The minimum margin behind it decides most cases at once; only where that is too small, each
-    prefill is checked. A prefill that is late already blocks nothing. Head-room counts as for the
-    new prefill itself: as capacity in the last part of the time. If existing guarantees kept more
-    head-room than they were admitted with, the ones with the latest deadlines would block all new
-    requests.
-
-    From a TPOT after its deadline on, the new request decodes: with more steps if no other decode
-    is as frequent.
-    """
+    A prefill that is late already blocks nothing. Head-room is capacity in the last part of the
+    time, as for the new prefill: if existing promises kept more than they were admitted with, the
+    last ones due would block all new requests."""
     work_s, due_s, tpot_s, _, own_s = new
     queued, count = int(figures[QUEUED]), int(figures[LOADS])
     place = place_of(figures, prefills, due_s)

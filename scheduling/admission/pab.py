@@ -1,4 +1,4 @@
-"""Prefill admission budget: whether a prompt still fits beside what is guaranteed."""
+"""Prefill admission budget: whether a prompt still fits beside what is promised."""
 
 from __future__ import annotations
 
@@ -16,23 +16,13 @@ from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 
 class PABAdmission(AdmissionPolicy):
-    """Guarantees a request whose prompt fits the prefill admission budget
-    (:func:`~sluice.scheduling.fleet.rows.budget_s`). ``O(replicas log n)``, with ``n``
-    requests at a replica.
+    """Promises a request whose prompt fits the prefill admission budget (``rows.budget_s``).
+    ``O(replicas log n)``, with ``n`` requests at a replica.
 
-    The paper predicts no time. The predicted TTFT is that of all policies here
-    (:mod:`sluice.scheduling.admission.room`). The wait until the prompt fits is the time by
-    which it exceeds the budget.
-
-    Our readings:
-
-    - The horizon is the request's own TTFT (§3.4), what is left of it.
-    - All guaranteed prefills count, also those that are due later (A.6).
-    - A late decode counts as due now: it already runs in each batch. A TPOT below the time of a
-      step with that decode alone counts as that time: it cannot run more often.
-    - A decode without a TPOT is never forced to run, so it takes nothing of the budget. A request
-      without a TTFT has no horizon and always fits.
-    """
+    Our readings: the horizon is what is left of the request's own TTFT (§3.4), without a TTFT it
+    always fits; all promised prefills count, also those due later (A.6); a late decode counts as
+    due now; a TPOT below the time of a step with that decode alone counts as that time; a decode
+    without a TPOT takes nothing."""
 
     name = "pab"
     source = "FairBatching §3.4 (PAB admission)"

@@ -44,7 +44,7 @@ from sluice.scheduling.request.kernels import Floats, compiled
 
 @compiled
 def place_of(figures: Floats, prefills: Floats, due_s: float) -> int:
-    """How many guaranteed prefills are due no later. ``O(log n)``."""
+    """How many promised prefills are due no later. ``O(log n)``."""
     low, high = 0, int(figures[QUEUED])
     while low < high:
         middle = (low + high) // 2
@@ -59,12 +59,9 @@ def place_of(figures: Floats, prefills: Floats, due_s: float) -> int:
 def first_token_s(
     figures: Floats, prefills: Floats, work_s: float, now_s: float, due_s: float
 ) -> float:
-    """Predicted time from now to its first token.
-
-    Batches take prefills by deadline, each beside all guaranteed decodes, as ``deadline_triage``
-    does while nothing is late. A token leaves with the end of its batch, which prefills that are
-    due later fill up.
-    """
+    """Predicted time from now to its first token, with prefills by deadline, each beside all
+    promised decodes. A token leaves with the end of its batch, which prefills that are due later
+    fill up."""
     step_s, most_s = figures[FIXED_S] + figures[DECODE_S], room_s(figures)
     done_s, ends_s, total_s = figures[STEP_WORK_S], figures[STEP_ENDS_S], figures[PREFILL_S]
     # Batches since the step of the report.
@@ -86,7 +83,7 @@ def first_token_s(
 
 
 LEAST_WAIT_S = 0.05
-"""Minimum predicted wait of a request that cannot be guaranteed now, seconds."""
+"""Minimum predicted wait of a request that cannot be promised now, seconds."""
 
 
 @compiled
@@ -98,23 +95,12 @@ def room_wait_s(
     start_s: float,
     reserve_tokens: float,
 ) -> float:
-    """Predicted time until there are KV blocks and a sequence slot for a prompt.
+    """Predicted seconds until there are KV blocks and a sequence slot for a prompt; infinite:
+    never.
 
-    Blocks and slots of best-effort requests count as free. Each guaranteed request may grow by
-    ``GROWTH_TOKENS`` beyond its current need, the same reserve as in ``deadline_triage``.
-
-    Args:
-        figures: of the replica.
-        prompt_tokens: of the request.
-        new_tokens: prompt tokens that are not in the replica's cache.
-        now_s: the time.
-        start_s: latest start of its prefill: blocks that come free until then count, up to
-            ``FREED_WITHIN_S`` from now.
-        reserve_tokens: length of one more prompt that should fit beside it; 0: no reserve.
-
-    Returns:
-        Seconds; 0 where the prompt fits now; infinite where it never fits.
-    """
+    Blocks and slots of best-effort requests count as free, and so do blocks that come free until
+    ``start_s``, at most ``FREED_WITHIN_S`` from now. Each promised request may grow by
+    ``GROWTH_TOKENS``. ``reserve_tokens``: length of one more prompt that must fit beside it."""
     block, promised = figures[BLOCK_TOKENS], figures[PROMISED]
     if ceil(prompt_tokens / block) >= figures[TOTAL_BLOCKS] or figures[PLACES] < 1.0:
         return inf
@@ -131,9 +117,8 @@ def room_wait_s(
 def claims_wait_s(
     figures: Floats, prompt_tokens: float, output_tokens: float, reserve_tokens: float
 ) -> float:
-    """As :func:`room_wait_s`, but the request claims the blocks of its whole expected output beside
-    the most that the guaranteed ones will need at a time, as in ``slos_serve``. A cached prefix
-    saves none, as its blocks count as free."""
+    """As ``room_wait_s``, but with the blocks of whole expected outputs, as in ``slos_serve``. A
+    cached prefix saves none, as its blocks count as free."""
     block, total = figures[BLOCK_TOKENS], figures[TOTAL_BLOCKS]
     promised, wanted = figures[PROMISED], figures[CLAIMED_BLOCKS]
     if ceil(prompt_tokens / block) >= total or figures[PLACES] < 1.0:
@@ -161,7 +146,7 @@ def freed_within_s(figures: Floats, wanted: float, promised: float) -> float:
 @compiled
 def reserve_at(figures: Floats, reserve_tokens: float) -> float:
     """Length of the prompt for which a replica keeps capacity, tokens; 0 while the replica has no
-    guarantees, as an idle replica needs no reserve."""
+    promises, as an idle replica needs no reserve."""
     return max(2.0, reserve_tokens) if reserve_tokens > 0.0 and figures[PROMISED] > 0.0 else 0.0
 
 
@@ -183,9 +168,8 @@ def alone_step_s(figures: Floats, own_s: float) -> float:
 def fits_alone(
     figures: Floats, work_s: float, own_s: float, ttft_s: float, tpot_s: float, headroom: float
 ) -> bool:
-    """Whether an idle replica could meet a request's objective: its prefill of ``work_s`` within
-    ``ttft_s``, and its decode of ``own_s`` per step within ``tpot_s``, with ``headroom`` of each
-    left unused."""
+    """Whether an idle replica could meet the objective with ``headroom`` of each time left
+    unused."""
     usable, fixed_s = 1.0 - headroom, figures[FIXED_S]
     in_time = fixed_s + work_s <= ttft_s * usable
     return in_time and alone_step_s(figures, own_s) <= tpot_s * usable
@@ -208,13 +192,11 @@ def pace_wait_s(
     output_tokens: float,
     headroom: float,
 ) -> float:
-    """Predicted time until all decodes can keep their pace together with a new one of ``own_s`` per
-    step every ``tpot_s``; 0 where they can now.
+    """Predicted time until all decodes can keep their TPOT together with a new one of ``own_s`` per
+    step.
 
-    Guaranteed prefills already count as decodes. Where a prefill has to stop for a step, it does so
-    before each step of the tightest pace, but for no step of its own request. Outputs of
-    ``output_tokens`` are assumed to end one after another, which frees their share of each second.
-    """
+    Promised prefills already count as decodes. Outputs of ``output_tokens`` are assumed to end one
+    after another, which frees their share of each second."""
     count, fixed_s = int(figures[LOADS]), figures[FIXED_S]
     shares = loads[count - 1, SHARES] if count > 0 else 0.0
     pace_s = figures[LOADS_PACE_S]

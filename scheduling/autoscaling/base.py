@@ -17,13 +17,8 @@ State = Mapping[str, Any]
 
 
 class Pool(NamedTuple):
-    """The replicas of one role.
-
-    Attributes:
-        target: how many there should be; some of them may not serve yet.
-        least, most: bounds, ``0 <= least <= most`` and ``1 <= most``. A policy gets a ``least``
-            of 1 or more (:mod:`sluice.scheduling.autoscaling.to_zero`).
-    """
+    """The replicas of one role: ``target`` also counts those that do not serve yet. A policy gets a
+    ``least`` of 1 or more (see ``to_zero``)."""
 
     target: int
     least: int
@@ -35,13 +30,8 @@ class Pool(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How many replicas there should be from now on.
-
-    Attributes:
-        replicas: within the pool's bounds.
-        state: to be passed to the next decision.
-        reason: why, in a few words, with the figures that decided.
-    """
+    """How many replicas there should be from now on, the state for the next decision, and the
+    reason in a few words, with the figures that decided."""
 
     replicas: int
     state: State
@@ -49,12 +39,8 @@ class Decision(NamedTuple):
 
 
 class AutoscalingPolicy(ABC):
-    """Decides on a pool's size at every load sample. One file, one subclass, one registry line.
-
-    It keeps no state itself: each decision returns the state, and the next call receives it, so
-    that it can run wherever the decision is needed. The same load, pool and state give the same
-    decision.
-    """
+    """Decides on a pool's size at every load sample. It keeps no state itself: each decision
+    returns it and the next receives it, so it can run anywhere. Deterministic."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -70,11 +56,6 @@ class AutoscalingPolicy(ABC):
 
     @abstractmethod
     def decide(self, load: Load, pool: Pool, state: State) -> Decision:
-        """The size of the pool from now on.
-
-        Args:
-            load: the current load of the pool. Times and counters grow from sample to sample; if
-                one fell, the controller was restarted, and earlier counts are void.
-            pool: its size and bounds.
-            state: of the last decision; empty at the first one.
-        """
+        """The size of the pool from now on. ``state`` is that of the last decision, empty at first.
+        A time or counter of ``load`` that fell means that the controller was restarted, and voids
+        earlier counts."""

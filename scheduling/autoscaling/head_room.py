@@ -19,8 +19,8 @@ MOST_GROWTH = 2.0
 """Maximum ratio of the demand forecast to the current mean."""
 
 MOST_SCALING = 4.0
-"""Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
-guarantee."""
+"""Maximum factor by which the decodes of promised requests are scaled up for requests without a
+promise."""
 
 MIN_LIMIT = 0.3
 """Lower bound of the learned load limit of a replica."""
@@ -94,22 +94,18 @@ class HeadRoomOptions(PolicyOptions):
 
 
 class _Memory(NamedTuple):
-    """State between decisions; see :class:`HeadRoom` for the terms.
+    """State between decisions; see ``HeadRoom`` for the terms.
 
     Attributes:
-        last: the last load, as plain numbers.
         demand_s, slow_s: means of the demand with the two time constants; negative before any.
-        asked_s, unpromised_s: rates of the work of asked and of unpromised requests.
-        asked, lost: rates of requests that asked, and that were lost.
+        asked_s, unpromised_s, asked, lost: rates, of work or of requests.
         pressure: mean of the share of the admission budget that is taken.
-        limit: maximum load of a replica at which it meets its SLOs, as learned.
-        trial: share that was lost when a replica was added as a trial; 0: no trial is under way.
-        trial_load: load of each replica then.
+        limit: learned maximum load of a replica at which it meets its SLOs.
+        trial: share that was lost when a replica was added as a trial, at ``trial_load``; 0: no
+            trial.
         borne: learned share that is lost whatever is added.
-        grown_s: when the pool last grew.
-        low_since_s: since when fewer replicas have sufficed; negative: they do not.
-        low_most: most replicas that were needed since then.
-    """
+        low_since_s: since when fewer replicas, at most ``low_most``, have sufficed; negative: they
+            do not."""
 
     last: tuple[float, ...]
     demand_s: float
@@ -131,24 +127,19 @@ class _Memory(NamedTuple):
 class HeadRoom(AutoscalingPolicy):
     """Meets SLOs with as few replicas as possible.
 
-    Demand is engine time per second: the prefill work of all requests that ask for a guarantee,
-    guaranteed or not, plus the time of decodes, scaled up by the share of the work that could not
-    be guaranteed. Divided by the share of each second that a replica has beside the fixed time of
-    its steps, it is the number of replicas that would be busy all the time. The trend extrapolates
-    it to the time when a new replica would serve. A pool has enough replicas if each of them would
-    be busy for at most ``limit`` of its time, which is ``target_load`` or a learned lower value. In
-    addition:
+    Demand is engine time per second: the prefill work of all requests that ask for a promise plus
+    the time of decodes, scaled up by the share that could not be promised. Extrapolated to when a
+    new replica would serve, it must keep each replica busy for at most ``limit`` of its time:
+    ``target_load``, or a learned lower value. In addition:
 
-    - a pool whose replicas have no admission budget left needs enough more replicas to have some;
-    - the KV in use must be within :data:`KV_LOAD`;
-    - waiting best-effort prefills must be done within :data:`BEST_EFFORT_WITHIN_S`;
-    - if more SLOs are lost than ``attainment`` allows, although the pool has the replicas required
-      above, one is added as a trial. If it helps, ``limit`` is lowered below the load at which SLOs
-      were lost; if not, they are lost for another reason.
+    - a pool without admission budget left grows until it has some;
+    - the KV in use must be within ``KV_LOAD``, and waiting best-effort prefills must be done within
+      ``BEST_EFFORT_WITHIN_S``;
+    - if more SLOs are lost than ``attainment`` allows nevertheless, one replica is added as a
+      trial. If it helps, ``limit`` is lowered below that load; if not, the loss has another reason.
 
-    A pool grows at once. It shrinks when for ``down_after_s`` fewer replicas would have been below
-    the limit by :data:`DOWN_MARGIN`, to the maximum needed in that time.
-    """
+    A pool grows at once, and shrinks to the most needed within ``down_after_s``, with
+    ``DOWN_MARGIN``."""
 
     name = "head_room"
     source = "ours"
@@ -269,11 +260,9 @@ class HeadRoom(AutoscalingPolicy):
         return _whole(wants[reason]), _whole(lower), reason
 
     def _learnt(self, load: Load, pool: Pool, memory: _Memory, needed: int) -> tuple[_Memory, str]:
-        """What the share of lost objectives teaches, and why a replica is added for it, if so.
-
-        Whether replicas help is found out by adding one: if much less is lost afterwards, they hold
-        less than was thought; if not, the loss has other causes and is borne.
-        """
+        """Learn from the share of lost objectives by adding a replica: if much less is lost
+        afterwards, replicas hold less than assumed; if not, the loss is accepted. Returns why one
+        is added, if so."""
         options = self.options
         settle_s = options.startup_s + 2 * self._slow_s
         busy = memory.grown_s >= 0 and load.now_s - memory.grown_s < settle_s

@@ -1,10 +1,8 @@
-"""The load of a pool of replicas, from which its size is decided.
+"""The load of a pool of replicas, from which its size is decided; each role is a pool.
 
-Prefill demand is counted when a request asks to be placed, guaranteed or not, so requests rejected
-for lack of replicas count too. Decode demand is the share of the current steps that decodes take.
-Both are engine time per second, and neither depends on the number of replicas. Where replicas have
-roles, each role is a pool with its own demand.
-"""
+Prefill demand is counted when a request asks to be placed, so requests rejected for lack of
+replicas count too. All demand is engine time per second and does not depend on the number of
+replicas."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ beside 1 and 3, see docs/results/promises.md."""
 
 
 class RecentDemand:
-    """The last :data:`MEMORY` requests that asked for a guarantee, of all replicas."""
+    """The last :data:`MEMORY` requests that asked for a promise, of all replicas."""
 
     def __init__(self) -> None:
         self._asked = np.empty((MEMORY, 4))
@@ -49,15 +47,12 @@ class RecentDemand:
         self._count += 1
 
     def worthier_s(self, now_s: float, work_s: float, slack_s: float, priority: float) -> float:
-        """Prefill work, seconds over all replicas, for which a request like those of :meth:`add`
-        should leave capacity: of the requests that are expected to come later, be due before it,
-        and have more priority per second of work.
+        """Prefill work, seconds over all replicas, that a request should leave to requests expected
+        later, due earlier and with more priority per second of work.
 
-        A request ``j`` of the past that is due within ``s_j`` stands for ``(slack - s_j) / span``
-        such requests, where ``span`` is the time since the oldest one. It counts with the share of
-        its worth that the capacity would lose if this request had it, so that equals do not make
-        way for each other. ``O(MEMORY)``, compiled.
-        """
+        A past request ``j`` that is due within ``s_j`` stands for ``(slack - s_j) / span`` such
+        requests, with ``span`` the time since the oldest. It counts with the share of its worth
+        that would be lost, so that equals do not yield to each other. ``O(MEMORY)``, compiled."""
         if not self._count or slack_s == inf:
             return 0.0
         oldest_s = self._asked[self._count % MEMORY if self._count > MEMORY else 0, 0]
@@ -92,34 +87,27 @@ LEAST_CAPACITY = 0.3
 
 
 class Load(NamedTuple):
-    """The load of a pool at ``now_s``. Plain numbers, so that it can be exported as metrics.
+    """The load of a pool at ``now_s``, as plain numbers for metrics; counts are since the start.
 
     Attributes:
-        now_s: on the fleet's clock.
         ready: replicas that take requests; quarantined ones do not.
-        asked: requests with an objective that asked for a guarantee, since the start.
-        asked_s: predicted prefill time of these, seconds, since the start.
-        asked_s2: of the same requests, the squares of these times, seconds squared.
-        slack_s2: of the same requests, these times multiplied by the times that were left until the
-            first tokens were due, at most :data:`MOST_SLACK_S`, seconds squared.
-        unpromised: of ``asked``, the requests whose objective no replica could guarantee, although
-            an idle one could have: their own prefill would have fitted.
-        unpromised_s: of ``asked_s``, the time of the ``unpromised`` requests.
-        judged: requests with an objective that ended, since the start.
-        attained: of ``judged``, those that met it.
-        decode_share: engine time per second that guaranteed decodes take now, seconds per second
-            over all replicas, without the fixed time of steps.
-        capacity: share of a second that a replica has beside the fixed time of its steps, if they
-            come as rarely as the paces of its decodes allow; mean over replicas with decodes.
-        head_room: prefill admission budget over that of an idle replica, mean over the replicas:
-            1 is idle, 0 and below has no room for another prompt within the reference TTFT.
+        asked: requests with an objective that asked for a promise.
+        asked_s, asked_s2: predicted prefill times of these, seconds, and their squares.
+        slack_s2: these times multiplied by the times left until the first tokens were due, at most
+            ``MOST_SLACK_S``, seconds squared.
+        unpromised, unpromised_s: of ``asked`` and ``asked_s``, what no replica could promise
+            although an idle one could have.
+        judged, attained: requests with an objective that ended, and those that met it.
+        decode_share: engine time that promised decodes take now, seconds per second over all
+            replicas, without the fixed time of steps.
+        capacity: share of a second beside the fixed time of steps at the TPOTs of its decodes; mean
+            over replicas with decodes.
+        head_room: prefill admission budget over that of an idle replica, mean over the replicas: 0
+            and below has no room for another prompt within the reference TTFT.
         kv_share: share of the KV blocks that requests other than best-effort ones hold.
-        best_effort_s: predicted time of the best-effort prefills that wait, seconds, over all
-            replicas.
+        best_effort_s: predicted time of the waiting best-effort prefills, over all replicas.
         ongoing: requests at replicas or on their way there, of both tiers.
-        arrived: requests that asked to be placed, of any kind, since the start; one that waits
-            counts each time it asks.
-    """
+        arrived: requests of any kind that asked to be placed, each time they ask."""
 
     now_s: float
     ready: float
@@ -141,7 +129,7 @@ class Load(NamedTuple):
 
     @property
     def lost(self) -> float:
-        """Requests that were not guaranteed their objective, or missed it, since the start. One
+        """Requests that were not promised their objective, or missed it, since the start. One
         that did both counts twice."""
         return self.unpromised + self.judged - self.attained
 
@@ -185,17 +173,14 @@ class _Counts:
         self.slack_s2 += work_s * min(max(0.0, slack_s), MOST_SLACK_S)
 
     def turn_down(self, work_s: float) -> None:
-        """One that asked was not guaranteed."""
+        """One that asked was not promised."""
         self.unpromised += 1
         self.unpromised_s += work_s
 
 
 class Demand:
-    """Counts the demand, decision by decision. ``O(replicas)`` each.
-
-    A split request asks both roles, each for its part, and counts as turned down by the role that
-    could not guarantee it: the decode role, if that could not.
-    """
+    """Counts the demand, decision by decision. ``O(replicas)`` each. A split request asks both
+    roles, and counts as refused by the one that could not promise it: decode, if that could not."""
 
     def __init__(self) -> None:
         self._all = _Counts()
@@ -210,9 +195,8 @@ class Demand:
     def count(
         self, job: Job, decision: RouteDecision, fleet: Fleet, second: DecodeChoice | None = None
     ) -> None:
-        """Count a decision, with ``second`` as decode choice if the request was split. Requests
-        without an objective, or that ask for no guarantee, are not counted here; their waiting work
-        is in :attr:`Load.best_effort_s`."""
+        """Count a decision, with ``second`` as decode choice of a split request. Requests that ask
+        for no promise are in ``Load.best_effort_s`` instead."""
         query = job.query
         if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return
@@ -263,15 +247,8 @@ class Demand:
         attained: float = 0.0,
         role: Role | None = None,
     ) -> Load:
-        """The load now. ``O(replicas)``.
-
-        Args:
-            fleet: what the replicas have to do.
-            now_s: the time on its clock.
-            judged, attained: see :class:`Load`; counted where requests end, so a request that was
-                split and missed its objective counts for both roles.
-            role: of its replicas only; default: of all.
-        """
+        """The load now, of the replicas of ``role`` or of all. ``O(replicas)``. A split request
+        that ended counts in ``judged`` of both roles."""
         rows = fleet.capacity(now_s)
         asked = self._all
         if role is not None:

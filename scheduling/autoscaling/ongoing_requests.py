@@ -37,11 +37,8 @@ class OngoingRequestsOptions(PolicyOptions):
 
 
 class OngoingRequests(AutoscalingPolicy):
-    """Ray Serve's default rule: requests over the target per replica, after a delay.
-
-    The number of requests is a mean over the samples of ``look_back_period_s``. The direction of
-    the change, not its size, must last for the delay; the size is the one at its end.
-    """
+    """Ray Serve's default rule: requests, a mean over ``look_back_period_s``, over the target per
+    replica. The direction of a change, not its size, must last for the delay."""
 
     name = "ongoing_requests"
     source = "Ray Serve 2.60, ray/serve/autoscaling_policy.py"

@@ -1,9 +1,5 @@
-"""How many replicas should be mixed, prefill and decode now, and which one changes next.
-
-The load is that of autoscaling: engine time per second for prefills, and for decodes. From it
-follows how busy the busiest replicas would be with any split, as in
-:mod:`sluice.scheduling.autoscaling.role_shares`, of which this is the form for a measured load.
-"""
+"""How many replicas should be mixed, prefill and decode now, and which one changes next, from the
+measured load: engine time per second for prefills and for decodes."""
 
 from __future__ import annotations
 
@@ -32,12 +28,7 @@ from sluice.scheduling.roles import ROLES, Role
 
 
 class PoolDemand(NamedTuple):
-    """Devices of each role that a rate of one request per second keeps busy.
-
-    Attributes:
-        prefill: of those that prefill, > 0.
-        decode: of those that decode, > 0.
-    """
+    """Devices of each role that a rate of one request per second keeps busy, > 0."""
 
     prefill: float
     decode: float
@@ -75,16 +66,8 @@ def demand_of_tokens(
     tpot_s: float,
     overhead_s: float,
 ) -> PoolDemand:
-    """The demand by the paper's model of a step, ``tokens / tokens_per_s + overhead_s``.
-
-    Args:
-        prompt_tokens, output_tokens: mean lengths of a request.
-        tokens_per_s: greatest throughput of a device.
-        tpot_s: the time per token that decodes must keep; infinite if none is stated.
-        overhead_s: fixed time of a step.
-
-    Raises:
-        ValueError: see :func:`demand_of_work`, or a throughput that is not positive.
+    """The demand by the paper's model of a step, ``tokens / tokens_per_s + overhead_s``, for mean
+    lengths of a request. ``tpot_s`` may be infinite. Raises ``ValueError`` as ``demand_of_work``.
     """
     if not 0 < tokens_per_s < inf:
         raise ValueError(f"tokens_per_s must be positive and finite, got {tokens_per_s}")
@@ -102,19 +85,12 @@ def demand_of_work(
 ) -> PoolDemand:
     """The same where tokens differ in their time, as with attention over a long context.
 
-    A step of ``tpot_s`` has ``tpot_s - overhead_s`` for its decodes. Where fewer find room, a step
-    is shorter, and each token has a larger part of the overhead; the paper takes room as ample.
-
-    Args:
-        prefill_s: device time of a mean request's prompt, beyond the fixed time of steps.
-        output_tokens: mean length of an output.
-        token_s: device time of one output token, likewise.
-        tpot_s, overhead_s: as in :func:`demand_of_tokens`.
-        most_decodes: how many a device has room for, by its KV or by its places.
+    A step of ``tpot_s`` has ``tpot_s - overhead_s`` for its decodes. Where a device has room for
+    only ``most_decodes``, fewer, a step is shorter and each token has more of the overhead; the
+    paper assumes ample room. ``prefill_s`` and ``token_s`` are without overhead.
 
     Raises:
-        ValueError: a number that is not positive and finite, or a step that takes ``tpot_s`` before
-            any token is in it, so that no number of devices keeps the pace.
+        ValueError: a number that is not positive and finite, or an overhead of ``tpot_s`` or more.
     """
     for name, value in (
         ("prefill_s", prefill_s),
@@ -137,11 +113,11 @@ def demand_of_work(
 
 
 HEADROOM = 0.1
-"""Share of each second that guarantees leave unused, as admission does by default."""
+"""Share of each second that promises leave unused, as admission does by default."""
 
 MOST_SCALING = 16.0
-"""Maximum factor by which the decodes of guaranteed requests are scaled up for requests without a
-guarantee."""
+"""Maximum factor by which the decodes of promised requests are scaled up for requests without a
+promise."""
 
 LOOK_EVERY_S = 2.5
 """How often to decide, seconds."""
@@ -160,15 +136,8 @@ _NO_CHANGES: Mapping[str, Role] = MappingProxyType({})
 
 
 class Member(NamedTuple):
-    """A replica that takes requests and may change its role.
-
-    Attributes:
-        replica_id: its id.
-        role: its role now.
-        requests: how many it has.
-        decodes: how many of its guaranteed requests decode.
-        decode_shares: of each second, for the steps of those of them that state a pace.
-    """
+    """A replica that takes requests and may change its role. ``decodes`` are its promised requests
+    that decode; ``decode_shares``, of each second, are for those with a TPOT."""
 
     replica_id: str
     role: Role
@@ -201,15 +170,11 @@ class Need(NamedTuple):
     """Demand of all replicas together: means over the averaging time.
 
     Attributes:
-        asked, lost: requests with an objective each second, and those that were not guaranteed.
-        prefill: engine time for prefills, seconds per second.
-        decode: engine time for decodes without the fixed time of steps, seconds per second.
-        decodes: how many requests decode.
-        shares: of each second, for the steps of these at their pace.
-        usable: share of a second that a replica has beside the fixed time of its steps while it has
-            decodes.
-        held: KV in use, in replicas whose whole KV it would fill.
-    """
+        asked, lost: requests with an objective each second, and those that were not promised.
+        prefill, decode: engine time, seconds per second, without the fixed time of decode steps.
+        shares: of each second, for the steps of the ``decodes`` at their TPOT.
+        usable: share of a second beside the fixed time of its steps while a replica has decodes.
+        held: KV in use, in replicas whose whole KV it would fill."""
 
     asked: float = 0.0
     lost: float = 0.0
@@ -222,14 +187,9 @@ class Need(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The prompts that came between two looks.
-
-    Attributes:
-        asked: how many.
-        work_s: their prefill time together, seconds.
-        mean_s, slack_s: prefill time of one, and the time until it is due: means weighted by the
-            work, seconds.
-    """
+    """The prompts that came between two looks. ``work_s`` is their prefill time together;
+    ``mean_s`` and ``slack_s`` are the time of one and the time until it is due, weighted by the
+    work, seconds."""
 
     asked: float
     work_s: float
@@ -243,12 +203,10 @@ class Means(NamedTuple):
     Attributes:
         last: the load on all replicas then.
         need: the demand; ``None`` before any.
-        backlog_s: by split, in the order of :func:`served_by`: work that would have waited.
-        served: likewise, the share of the requests that would have been served in time: a mean over
-            ``memory_s``. Empty before any.
+        backlog_s, served: by split, in the order of ``served_by``: work that would have waited, and
+            the share that would have been served in time, a mean over ``memory_s``.
         wanted: prefill replicas of the split that was wanted; ``None`` before any.
-        torn: one of the two roles had no replica.
-    """
+        torn: one of the two roles had no replica."""
 
     last: Load
     need: Need | None = None
@@ -259,14 +217,8 @@ class Means(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Roles from now on.
-
-    Attributes:
-        roles: the new role of each replica that changes: of one, or of two that become a P/D pair
-            or cease to be the last one. Empty: nothing changes.
-        means: to be passed to the next decision.
-        reason: why, in a few words, with the figures that decided.
-    """
+    """The new role of each replica that changes: none, one, or two where a P/D pair comes or the
+    last one goes; with the memory for the next decision and the reason with its figures."""
 
     roles: Mapping[str, Role]
     means: Means
@@ -276,36 +228,21 @@ class Change(NamedTuple):
 class RoleShares:
     """Changes roles to the split that would have served most of the recent demand in time.
 
-    At each look :func:`served_by` says, of all mixed and of every split into prefill and decode
-    replicas, which share of the requests since the last look it would have served in time. What
-    counts is the mean of these shares over ``memory_s``. So bursts count as they were,
-    and a split that loses much is left within a few looks, one that loses little only if another
-    one is better for most of the time; where all requests can be served nothing changes.
+    At each look ``served_by`` gives, for all mixed and for every split into prefill and decode
+    replicas, the share of requests served in time; its mean over ``memory_s`` counts. Mixed
+    replicas beside pairs lose to either. Equal splits: the one with the least busy role. The
+    current one is kept unless the best serves more by ``gain``. Each look makes one change, of the
+    replica with the fewest requests, mixed ones first; a pair comes and goes at once. A change in
+    the number of replicas restarts the mean.
 
-    The best is wanted of all mixed and of every split into both roles: mixed replicas beside pairs
-    lose to either. Of splits that serve equally much it is the one with the least busy role. The
-    current one is kept unless the best serves more by ``gain``. The way there is a change at each
-    look. A pair comes and goes at once, as a prefill replica without a decode one does nothing;
-    mixed replicas, as new ones are, change before others, and where a role has lost its last
-    replica, another one takes it. When the number of replicas changes, the mean begins again.
-
-    Of several replicas the one with the fewest requests changes, then by id.
-
-    Source: ours, after ProServe appendix A and SLOs-Serve appendix A, which size fixed pools.
-    """
+    Source: ours, after ProServe appendix A and SLOs-Serve appendix A, which size fixed pools."""
 
     def __init__(self, gain: float = GAIN) -> None:
         self._gain = gain
 
     def decide(self, load: Load, members: Sequence[Member], means: Means | None) -> Change:
-        """The roles from now on. ``O(n log n + decodes)`` with ``n`` members; the same input gives
-        the same decision.
-
-        Args:
-            load: the current one on the members.
-            members: those that take requests, in any order.
-            means: of the last decision; ``None`` at the first one.
-        """
+        """The roles from now on. ``O(n log n + decodes)`` with ``n`` members, deterministic.
+        ``means`` is that of the last decision; ``None`` at first."""
         if means is None or not load.follows(means.last):
             return Change(_NO_CHANGES, Means(load))
         split = split_of(members)
@@ -389,15 +326,11 @@ class RoleShares:
 
 
 class Shares(NamedTuple):
-    """What each split of ``n`` replicas has for a demand, ``float64[n]`` each: with all mixed, and
-    with 1, 2, ... prefill replicas beside decode ones.
+    """What each split of ``n`` replicas has for a demand, ``float64[n]`` each: all mixed, then 1,
+    2, ... prefill replicas beside decode ones.
 
-    Attributes:
-        prefillers: replicas that prefill.
-        rate: time for prefill that each of them has, seconds per second.
-        slots: decodes that fit at a time.
-        offered: decodes at a time if none is turned down; one number.
-    """
+    ``rate`` is the prefill time of each of the ``prefillers``, seconds per second; ``slots`` is the
+    decodes that fit at a time; ``offered`` the decodes at a time if none is refused."""
 
     prefillers: Floats
     rate: Floats
@@ -408,16 +341,11 @@ class Shares(NamedTuple):
 def shares_of(need: Need, replicas: int) -> Shares:
     """What each split has.
 
-    All steps of a prefill replica are full, so it has ``1 - h`` seconds for prefill per second,
-    with ``h`` the head-room of guarantees. A decode or a mixed one has ``u - h``, with ``u`` the
-    share beside the fixed time of steps at the pace of its decodes. Where the pace is tight ``u``
-    is small, and prefills are cheaper apart; where it is loose, the pool of all is better, as no
-    side waits for the other. A mixed replica that is without decodes at times has more. What its
-    decodes take is not left for its prefills.
-
-    Decodes take slots: each has the time of its steps at its pace, or its KV, whichever is the
-    larger part of a replica. Long contexts leave a replica few slots, and the rest of one is lost.
-    """
+    A prefill replica has ``1 - h`` seconds for prefill per second, with ``h`` the head-room of
+    promises; a decode or mixed one ``u - h``, with ``u`` the share beside the fixed time of steps
+    at the TPOT of its decodes. So prefills are cheaper apart where the TPOT is tight; where it is
+    loose, all mixed is better, as no side waits for the other. Each decode takes a slot: the time
+    of its steps or its KV, whichever is the larger part of a replica."""
     prefillers = np.arange(replicas, dtype=np.float64)
     decoders = replicas - prefillers
     usable = max(need.usable - HEADROOM, LEAST_RATE)
@@ -444,19 +372,13 @@ def busy_of(need: Need, replicas: int) -> Floats:
 def served_by(
     need: Need, prompts: Prompts, passed_s: float, backlog_s: Floats
 ) -> tuple[Floats, Floats]:
-    """The share of the requests that each split of :class:`Shares` would have served in time in
-    ``passed_s``, and the backlog that each would have then.
+    """The share of the requests that each split would have served in time in ``passed_s``, and the
+    backlog then.
 
-    A prompt can wait until its slack is just enough for its own prefill. Prompts that would have to
-    wait longer behind the backlog are lost, and leave none. Long ones are lost first: of prompts of
-    which a share ``f`` of the work is in time, ``f ** (mean / mean by work)`` are. A decode cannot
-    wait: it is lost where
-    all slots are taken, which is Erlang's loss formula. A request needs both roles, and one that is
-    lost at one of them does not need the other, so the lesser share counts.
-
-    Args:
-        backlog_s: by split, at the last look.
-    """
+    Prompts that would wait longer than their slack allows are lost and leave no backlog, long ones
+    first: where a share ``f`` of the work is in time, ``f ** (mean / mean by work)`` of them are. A
+    decode is lost where all slots are taken (Erlang's loss formula). The lesser of both shares
+    counts, as a request lost at one role does not need the other."""
     prefillers, rate, slots, offered = shares_of(need, len(backlog_s))
     left_s = np.maximum(0.0, backlog_s + prompts.work_s - prefillers * rate * passed_s)
     most_s = prefillers * np.maximum(0.0, rate * prompts.slack_s - prompts.mean_s)
@@ -469,9 +391,8 @@ def served_by(
 
 
 def blocked(offered: float, slots: Floats) -> Floats:
-    """Erlang's loss formula: the share of arrivals that find all of ``slots`` taken,
-    ``float64[n]``, where ``offered`` would be taken in the mean if there were enough.
-    ``O(offered)``."""
+    """Erlang's loss formula: the share of arrivals that find all ``slots`` taken, ``float64[n]``,
+    at ``offered`` load. ``O(offered)``."""
     most = int(min(slots.max(), 2.0 * offered + 100.0))
     found = [1.0]
     for count in range(1, most + 1):

@@ -11,16 +11,10 @@ _POLICY, _ARRIVED, _QUIET_S = "policy", "arrived", "quiet_since_s"
 
 
 class ToZero:
-    """Scales a pool with ``Pool.least`` of 0, around any policy.
+    """Scales a pool with ``Pool.least`` of 0, around any policy, which decides from one replica on.
 
-    From one replica on the policy decides, with a minimum of 1. The last replica goes if for
-    ``zero_after_s`` it has reported, no request has asked to be placed, and none was there. A pool
-    without replicas gets one when a request asks; until then the policy is not called.
-
-    Args:
-        policy: decides from one replica on.
-        zero_after_s: seconds, as above.
-    """
+    The last replica goes after ``zero_after_s`` without a request. A pool without replicas gets one
+    when a request asks."""
 
     def __init__(self, policy: AutoscalingPolicy, zero_after_s: float) -> None:
         self._policy = policy

@@ -1,8 +1,6 @@
-"""When a replica that fails its requests gets no more of them, and when it is tried again.
-
-A circuit breaker (Nygard, *Release It!*, 2nd ed., 2018, chapter 5): closed, open, half-open. There
-is no clock here: the time is an argument, seconds on one monotonic clock of the caller's.
-"""
+"""When a replica that fails its requests gets no more of them, and when it is tried again: a
+circuit breaker (Nygard, *Release It!*, 2nd ed., 2018, chapter 5). Times are arguments, seconds on
+one monotonic clock."""
 
 from __future__ import annotations
 
@@ -25,15 +23,12 @@ PROBE_S = 10.0
 """How long a probe may stay without a result before another one may be sent, seconds."""
 
 ENDED_PROBE_S = 1.0
-"""The same of one that has ended: the replica's next report tells what it got done."""
+"""The same of one that has ended: the replica's next report says what it got done."""
 
 
 class Trouble(enum.StrEnum):
-    """What a router saw of a replica.
-
-    ``FAILED``: a request failed there in a way that may not happen elsewhere. ``HUNG``: a stream
-    from there made no progress for too long.
-    """
+    """What a router saw of a replica: a request ``FAILED`` in a way that may not happen elsewhere,
+    or a stream ``HUNG``, without progress for too long."""
 
     FAILED = "failed"
     HUNG = "hung"
@@ -56,22 +51,16 @@ class _Failure(NamedTuple):
 class Breaker:
     """Opens when its replica fails or hangs, and closes when a request succeeds there.
 
-    - It opens when the replica reports that it hangs, when a stream from it hangs while its engine
-      makes no steps, or at ``FAILURES`` failures within ``FAILURES_WITHIN_S`` in which at most that
-      many requests ended there, successfully or not. So neither a few requests that fail on any
-      replica nor one router that does not reach it opens the breaker of a replica that serves the
-      others.
-    - It is open for ``LEAST_OPEN_S``, and as long as the replica reports that it hangs. When that
-      report ends, it is tried at once.
-    - Then one probe at a time is let through. A probe that gets work done closes the breaker; a
-      probe without any report is replaced by another; a failure, of the probe or of the replica's
-      earlier requests, opens it again.
-    - After closing, it is on trial for as long as it was open, and at least ``FAILURES_WITHIN_S``:
-      until a few requests have ended there, one failure opens it again. Each time that it opens
-      while half-open or on trial it stays open for twice as long, up to ``MOST_OPEN_S``.
+    - It opens when the replica reports that it hangs, when a stream hangs while its engine makes no
+      steps, or at ``FAILURES`` failures within ``FAILURES_WITHIN_S`` in which at most that many
+      requests ended there. So neither requests that fail anywhere nor one router that does not
+      reach the replica open it.
+    - It is open for ``LEAST_OPEN_S`` and while the replica reports that it hangs; then one probe at
+      a time is let through. Work done closes it, a failure opens it again.
+    - After closing it is on trial for as long as it was open, at least ``FAILURES_WITHIN_S``: one
+      failure opens it, for twice as long each time, up to ``MOST_OPEN_S``.
 
-    All methods are ``O(1)``. Callers check :attr:`state` after each method that may change it.
-    """
+    All methods are ``O(1)``. Callers check ``state`` after each method that may change it."""
 
     __slots__ = (
         "_ended",
@@ -149,11 +138,8 @@ class Breaker:
         return False
 
     def send(self, key: int, now_s: float) -> None:
-        """While half-open: the request of this key is the probe.
-
-        Raises:
-            RuntimeError: it is not half-open, or a probe is under way.
-        """
+        """The request of this key is the probe. Raises ``RuntimeError`` if it is not half-open, or
+        a probe is under way."""
         if self.state is not BreakerState.HALF_OPEN or self.probe is not None:
             raise RuntimeError(f"no probe may be sent: {self.state}, probe {self.probe}")
         self.probe = key

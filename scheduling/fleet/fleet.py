@@ -1,7 +1,5 @@
-"""What is known of every replica, as arrays: what placement and admission decide from.
-
-The controller fills it from reports that come over the network, the simulator from simulated ones;
-policies see the same in both. Times are seconds on one monotonic clock of the caller's, passed in.
+"""What is known of every replica, as arrays for placement and admission, filled from real reports
+by the controller and from simulated ones. Times are seconds on one monotonic clock of the caller's.
 """
 
 from __future__ import annotations
@@ -44,15 +42,13 @@ _FIRST_ENTRIES = 16
 
 
 class FleetSettings(NamedTuple):
-    """How reports are judged.
+    """How reports are judged, by the silence of a replica.
 
     Attributes:
-        aged_after_s: a replica that has been silent for longer is *aged*: nothing is guaranteed
-            there, and it is chosen only where no other is left.
-        stale_after_s: one that has been silent for longer is left out.
+        aged_after_s: then nothing is promised there, and it is chosen only where no other is left.
+        stale_after_s: then it is left out.
         reservation_ttl_s: a decision that no replica confirmed by then is dropped.
-        reference_ttft_s: horizon of the prefill admission budget where no request states one.
-    """
+        reference_ttft_s: horizon of the prefill admission budget where no request states one."""
 
     aged_after_s: float = 1.0
     stale_after_s: float = 2.0
@@ -63,12 +59,8 @@ class FleetSettings(NamedTuple):
 class Fleet:
     """Every replica as a row of a few arrays, kept up to date by reports and by own decisions.
 
-    A replica keeps its row while it is known; rows are given again. Policies read the arrays
-    (:class:`~sluice.scheduling.fleet.rows.FleetArrays`) and change none.
-
-    A report costs ``O(n log n)`` with ``n`` requests at the replica, a decision ``O(n)`` at the
-    replica chosen, both compiled. Memory is in proportion to the requests of all replicas.
-    """
+    Rows of replicas that left are reused. A report costs ``O(n log n)`` with ``n`` requests at the
+    replica, a decision ``O(n)``, both compiled. Policies must not write to the arrays."""
 
     def __init__(self, settings: FleetSettings | None = None) -> None:
         settings = settings or FleetSettings()
@@ -221,14 +213,11 @@ class Fleet:
             self._set_willing(row, bool(self._willing[row]))
 
     def candidates(self, now_s: float) -> Ints:
-        """Rows of the replicas that may be chosen, ascending: those heard of lately that are not
-        quarantined; where there are none, the aged ones; and where there are none of these either,
-        the quarantined ones, the same way. Not to be written to.
+        """Rows of the replicas that may be chosen, ascending and read-only: the fresh ones without
+        quarantine, else the aged ones, else the quarantined ones, the same way.
 
-        ``O(1)`` while those heard of lately are the same: they are found again, ``O(replicas)``,
-        when one joins, leaves or is silent for too long, and once in ``aged_after_s`` at least.
-        ``now_s`` must not run backwards.
-        """
+        ``O(1)`` while these are the same, ``O(replicas)`` at a change and once in ``aged_after_s``.
+        ``now_s`` must not run backwards."""
         aged_after_s = self.settings.aged_after_s
         if self._candidates is not None:
             if now_s - self._oldest_s < aged_after_s and now_s < self._returns_s:
@@ -264,7 +253,7 @@ class Fleet:
         return np.array(rows[-1:], np.int64)
 
     def is_sound(self, row: int, now_s: float) -> bool:
-        """Whether anything may be guaranteed at a candidate: it is neither aged nor one that is
+        """Whether anything may be promised at a candidate: it is neither aged nor one that is
         chosen although it is quarantined."""
         silent_s = now_s - self._heard_s[row]
         return bool(self._sound[row] and silent_s < self.settings.aged_after_s)
@@ -330,9 +319,8 @@ class Fleet:
         return found
 
     def slack_s(self, now_s: float) -> float:
-        """Mean over the replicas that can be chosen: the budget of :meth:`budgets_s`, less the
-        best-effort prefills, seconds; ``-inf`` without a replica. ``O(replicas)``, at most once in
-        :data:`SLACK_KEPT_S`."""
+        """Mean budget of the candidates less their best-effort prefills, seconds; ``-inf`` without
+        one. ``O(replicas)``, at most once in ``SLACK_KEPT_S``."""
         if now_s - self._slack_at_s >= SLACK_KEPT_S:
             rows = self.capacity(now_s)
             left_s = self.budgets_s(rows, now_s) - self.figures[rows, figure.BEST_EFFORT_S]
@@ -343,9 +331,8 @@ class Fleet:
     def hold(
         self, replica_id: str, slots: NDArray[np.integer], held: np.ndarray, renew: bool = False
     ) -> None:
-        """Store which prompt chunks a known replica reports: the changed ``slots`` of its table,
-        see :meth:`PrefixIndex.write <sluice.scheduling.fleet.prefix.PrefixIndex.write>`, or, with
-        ``anew``, the whole table."""
+        """Store the prompt chunks that a known replica reports: changed ``slots`` of its table, or
+        all of it (see ``PrefixIndex.write``)."""
         row = self.row_of[replica_id]
         if renew:
             self.prefixes.clear(row)
@@ -375,7 +362,7 @@ class Fleet:
             self._again(replica_id)
 
     def confirm(self, keys: Iterable[int], replica_id: str) -> None:
-        """A report of ``replica_id`` that follows holds these requests, or tells of their end: the
+        """A report of ``replica_id`` that follows holds these requests, or their ends: the
         reservations end. :meth:`report` makes the new count of that replica."""
         for changed in self.ledger.release(keys):
             if changed != replica_id:

@@ -1,8 +1,6 @@
-"""The orders in which local policies take guaranteed prefills, as far as routing predicts them.
-
-Each batch policy states its own (``local_order``), and a replica reports it. An order is coarse:
-chunks, memory and the state that a policy keeps between batches are not part of it.
-"""
+"""The orders in which local policies take promised prefills, as far as routing predicts them:
+without chunks, memory and state kept between batches. Each batch policy states its own, and a
+replica reports it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Which prompt prefixes the replicas have cached, by chunks of the prompts' text.
 
-The edge does not tokenise, so a prompt's prefix is identified by its text: it is cut at fixed
-places, :data:`CHUNK_ENDS`, and each chunk has a hash that covers everything before it, too. Two
-prompts that begin alike share their first hashes, whatever their lengths. A replica, which knows
-tokens and KV blocks, says which chunks it holds now (``replica/vllm/prefix_cache.py``); the
-index here answers how many tokens of a prompt each replica of a fleet need not compute."""
+The edge does not tokenise, so a prompt is cut at fixed places, ``CHUNK_ENDS``, and each chunk has a
+hash that covers everything before it. A replica, which knows tokens and KV blocks, reports the
+chunks that it holds."""
 
 from __future__ import annotations
 
@@ -32,17 +30,15 @@ def _chunk_ends() -> tuple[int, ...]:
 
 
 CHUNK_ENDS = _chunk_ends()
-"""Where the chunks of every prompt end, characters from its beginning: 512 apart at first, then an
-eighth of what lies before, so that few hashes reach far. All are multiples of 512 characters, or of
-128 token ids, which is a whole number of KV blocks."""
+"""Where chunks end, characters: 512 apart, then an eighth of what lies before, so that few hashes
+reach far. Multiples of 512 characters, or 128 token ids: a whole number of KV blocks."""
 
 HELD_SLOTS = 2048
 """Most chunks that a replica reports as held."""
 
 HELD = np.dtype([("hash", "<i8"), ("tokens", "<i4"), ("load_s", "<f4")])
-"""A chunk that a replica holds: its hash (0: an empty slot), how many tokens the prompt has up to
-its end, and where it is: 0 on the GPU, or in the memory of the host the time to load one token of
-it, seconds."""
+"""A chunk that a replica holds: its hash (0: an empty slot), the prompt's tokens up to its end, and
+0 on the GPU or the seconds to load a token of it from the host."""
 
 NO_HELD = np.empty(0, HELD)
 NO_HELD.flags.writeable = False
@@ -54,12 +50,9 @@ NO_HELD_SLOTS.flags.writeable = False
 
 
 class PromptPrefix(NamedTuple):
-    """The beginning of a prompt.
-
-    Attributes:
-        hashes: of its chunks in order, 63 bits and not 0, each covering all chunks before it.
-        size: of the whole prompt, characters, or :data:`TOKEN_UNITS` for each token id.
-    """
+    """The beginning of a prompt: ``hashes`` of its chunks in order, 63 bits and not 0, each
+    covering all before it. ``size`` is of the whole prompt, characters, or ``TOKEN_UNITS`` for each
+    token id."""
 
     hashes: tuple[int, ...] = ()
     size: int = 0
@@ -77,13 +70,9 @@ NO_PREFIX = PromptPrefix()
 class ChunkRows:
     """Which rows of a fleet hold which chunks, in one kind of memory.
 
-    A chunk has one number of tokens, the last one reported: replicas of one model agree on it
-    except for the rounding of estimates.
-
-    A lookup costs one dictionary access per chunk of the prompt, whatever the size of the fleet,
-    and a pass over its rows for each depth at which some of them part. A change costs
-    ``O(changed chunks)``. There are at most as many entries as chunks that the rows hold.
-    """
+    A chunk has one number of tokens, the last one reported: replicas of one model agree up to
+    rounding. A lookup costs one dictionary access per chunk of the prompt and a pass over its rows
+    for each depth at which some of them part; a change ``O(changed chunks)``."""
 
     def __init__(self) -> None:
         # Chunk -> the rows that hold it, as bits, and its tokens.
@@ -122,12 +111,9 @@ class ChunkRows:
     def cached_tokens(
         self, prefix: tuple[int, ...], rows: NDArray[np.integer]
     ) -> NDArray[np.int64]:
-        """Tokens of a prompt that each of ``rows`` holds, ``int64[len(rows)]``: those up to the end
-        of the deepest chunk of ``prefix`` that the row holds.
-
-        A chunk that is missing before it counts as held: what a replica reports is bounded, and an
-        engine gives the end of a prefix away first.
-        """
+        """``int64[len(rows)]``: tokens up to the deepest chunk of ``prefix`` that each row holds. A
+        chunk missing before it counts as held: reports are bounded, and engines evict the end of a
+        prefix first."""
         cached = np.zeros(len(rows), np.int64)
         seen = 0
         for chunk in reversed(prefix):
@@ -150,13 +136,8 @@ class PrefixIndex(ChunkRows):
         self._slots: dict[int, NDArray[np.int64]] = {}
 
     def write(self, row: int, slots: NDArray[np.integer], held: np.ndarray) -> None:
-        """Take in changed slots of a replica's table of held chunks.
-
-        Args:
-            row: the replica's row.
-            slots: ``int[n]``, below :data:`HELD_SLOTS`, each once.
-            held: ``HELD[n]``, what they hold now. A chunk stands in one slot of a replica.
-        """
+        """Take in changed slots of a replica's table: ``slots`` below ``HELD_SLOTS``, each once,
+        and what they hold now, ``HELD[n]``. A chunk stands in one slot of a replica."""
         if not len(slots):
             return
         table = self._slots.get(row)

@@ -1,8 +1,5 @@
-"""Names of the ranks of a replica with data parallelism.
-
-Each rank is an engine with a queue of its own, so to the controller and to routers it is a replica
-of its own: ``abc:0``, ``abc:1``, and so on. Serve knows one replica, ``abc``.
-"""
+"""Names of the ranks of a replica with data parallelism. Each is an engine with its own queue, so
+the controller and routers see replicas ``abc:0``, ``abc:1``, ...; Serve knows ``abc``."""
 
 from __future__ import annotations
 

@@ -88,20 +88,14 @@ class Reservation(NamedTuple):
     """What one decision takes of a replica.
 
     Attributes:
-        replica_id: where the request goes.
-        made_s: when that was decided.
-        promised: whether it is a guaranteed request; a best-effort one takes only what is left.
+        promised: a best-effort request takes only what is left.
         new_tokens: prompt tokens to prefill there; ``cached_tokens`` more are in its cache.
         kv_tokens: tokens for which it needs KV blocks that it does not share.
-        due_s: when its first token is due; infinite if no time is stated.
-        tpot_s: its time per later token; infinite if none is stated.
-        priority: its weight.
+        due_s: when its first token is due; infinite, as ``tpot_s``, if no time is stated.
         output_tokens: expected length of its output.
-        awaited_s: until when nothing need be heard of it there, because another replica computes
-            its prompt first.
+        awaited_s: until when silence is normal, because another replica computes its prompt first.
         later_stages: how many of its stages follow the first.
-        later_tokens: of prompt, that enter before the next of them that has any.
-    """
+        later_tokens: of prompt, that enter before the next of them that has any."""
 
     replica_id: str
     made_s: float
@@ -137,22 +131,10 @@ RESERVATION = np.dtype(
 class Ledger:
     """Reservations by request key, and by replica in the order in which they were made.
 
-    A reservation ends when the replica reports the request or the router gives it up
-    (:meth:`release`), when the replica leaves (:meth:`drop_replica`), or by age (:meth:`expire`).
-    Methods name the replicas whose reservations changed.
-
-    All times are seconds on one monotonic clock of the caller's; they must not run backwards.
-    ``O(log n)`` amortised per reservation, ``O(1)`` where they expire in the order in which they
-    are made.
-
-    Args:
-        ttl_s: age at which a reservation expires, seconds; of one that is awaited later, counted
-            from then.
-        limit: most reservations; the one that would expire first goes when another one is made.
-
-    Raises:
-        ValueError: ``ttl_s`` or ``limit`` is not positive.
-    """
+    One ends when the replica reports the request or the router gives it up, when the replica
+    leaves, or at age ``ttl_s``, seconds, counted from ``awaited_s``; beyond ``limit`` the next to
+    expire goes. Methods name the replicas whose reservations changed. Times must not run backwards.
+    ``O(log n)`` amortised per reservation."""
 
     def __init__(self, ttl_s: float, limit: int = 100_000) -> None:
         if ttl_s <= 0 or limit <= 0:
@@ -183,11 +165,8 @@ class Ledger:
         return self._of_replica.get(replica_id, {}).values()
 
     def reserve(self, key: int, made: Reservation) -> set[str]:
-        """Make a reservation; an earlier one of ``key`` ends. Its own replica is not named.
-
-        Raises:
-            ValueError: negative tokens.
-        """
+        """Make a reservation; an earlier one of ``key`` ends, and only another replica is named.
+        Raises ``ValueError`` for negative tokens."""
         if made.new_tokens < 0:
             raise ValueError(f"a reservation needs tokens >= 0, got {made.new_tokens}")
         changed = set()
@@ -272,7 +251,7 @@ class Ledger:
 
 
 BATCH_USABLE = 0.9
-"""The share of the decodes' least slack or pace that a batch of ``deadline_triage`` takes, as its
+"""The share of the decodes' least slack or TPOT that a batch of ``deadline_triage`` takes, as its
 default head-room leaves it."""
 
 MOST_STEP_S = 1.0
@@ -283,28 +262,20 @@ class Report(NamedTuple):
     """The state of a replica as of ``made_s``. Its times are on the replica's own clock.
 
     Attributes:
-        rows: its table, :data:`sluice.scheduling.fleet.state.ROW`; rows of phase 0 are free slots.
-        made_s: when the report was made.
+        rows: its table, ``state.ROW``; rows of phase 0 are free slots.
         offset_s: what to add to the replica's times to have them on the fleet's clock.
         stepped_s: when its last step ended and the next one began: what the rows' tokens are as of.
         latency: the replica's model, corrected.
-        free_blocks, total_blocks: of KV.
-        block_tokens: tokens per KV block.
         places: most running sequences.
-        draining: it wants no more requests.
-        preempts: a prefill there does not wait for the end of the step under way, unless what runs
-            is more urgent (:mod:`sluice.scheduling.preemption`).
-        role: what it does of requests.
+        preempts: a prefill need not wait for the end of the step under way
+            (``scheduling.preemption``).
         transfers: what KV it has taken over since its start.
-        local_order: in which its local policy takes prefills, see
-            :mod:`sluice.scheduling.fleet.local_orders`.
-        next_begins_s: when the batch after those in flight can begin, if that is not when the last
-            step ended: in a pipeline, and with asynchronous scheduling. The rows' tokens do not
-            count what these compute.
-        planned_stop_s: time that it takes, where it ``preempts``, until a running prefill has
-            stopped for a step of decodes, which is a batch of its own there.
-        kv_answer_s: mean time until a KV connector has said what it holds of a prompt.
-    """
+        local_order: in which its local policy takes prefills, see ``fleet.local_orders``.
+        next_begins_s: when the batch after those in flight can begin, in a pipeline or with
+            asynchronous scheduling. The rows' tokens do not count what these compute.
+        planned_stop_s: time, where it ``preempts``, until a running prefill has stopped for a step
+            of decodes.
+        kv_answer_s: mean time until a KV connector has said what it holds of a prompt."""
 
     rows: np.ndarray
     made_s: float
@@ -326,14 +297,8 @@ class Report(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """When the next tokens of a reported request are due.
-
-    Attributes:
-        now_s: when the report was made, on the fleet's clock.
-        due_s: when its next token is due, on the same clock; infinite if no time is stated.
-        tpot_s: its time per later token; infinite if none is stated.
-        output_tokens: expected length of its output.
-    """
+    """When the next tokens of a reported request are due, on the fleet's clock; ``due_s`` and
+    ``tpot_s`` are infinite if no time is stated."""
 
     now_s: float
     due_s: float
@@ -362,7 +327,7 @@ def expected_tokens(row: Any) -> float:
 
 @compiled
 def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) -> None:
-    """Predict the step under way, which began with ``work_s`` of guaranteed prefill to be done."""
+    """Predict the step under way, which began with ``work_s`` of promised prefill to be done."""
     fixed_s, pace_s = figures[FIXED_S], figures[PACE_S]
     longest_s = max(TTFT_SHARE * least_ttft_s, LEAST_STEPS * fixed_s)
     figures[BATCH_S] = longest_s
@@ -379,7 +344,7 @@ def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) ->
 def count_best_effort(
     figures: Floats, pieces: Floats, lent: Floats, row: Any, due_s: float, prefill: bool
 ) -> None:
-    """Count a reported request to which nothing was guaranteed."""
+    """Count a reported request to which nothing was promised."""
     if row.phase == 2:
         figures[LENT_BLOCKS] += row.kv_blocks
         figures[LENT_PLACES] += 1.0
@@ -392,7 +357,7 @@ def count_best_effort(
 def count_prefill(
     figures: Floats, pieces: Floats, prefills: Floats, loads: Floats, row: Any, pace: Pace
 ) -> float:
-    """Count a reported prefill that was guaranteed; return its work, seconds."""
+    """Count a reported prefill that was promised; return its work, seconds."""
     pending, computed = float(row.pending_tokens), float(row.computed_tokens)
     # One that ends with its first token, or resumes on another replica, has no decode here.
     ends = pace.output_tokens <= row.emitted_tokens + 1.0
@@ -405,7 +370,7 @@ def count_prefill(
 
 @compiled
 def count_decode(figures: Floats, pieces: Floats, loads: Floats, row: Any, pace: Pace) -> None:
-    """Count a reported decode that was guaranteed."""
+    """Count a reported decode that was promised."""
     now_s, due_s, tpot_s, output_tokens = pace
     computed = row.computed_tokens
     own_s = most_work_s(pieces, 1.0, computed)
@@ -439,16 +404,8 @@ def fold(
     rows: np.ndarray,
     moment: tuple[float, float, float, float, bool],
 ) -> None:
-    """Take in a whole report; what was known of the replica's requests goes.
-    ``O(requests log requests)``.
-
-    Args:
-        figures: ``FREE_BLOCKS``, ``TOTAL_BLOCKS``, ``BLOCK_TOKENS`` and ``PLACES`` are set already.
-        rows: :data:`sluice.scheduling.fleet.state.ROW` of the replica; those of phase 0 are
-            skipped.
-        moment: ``made_s``, ``stepped_s``, ``next_begins_s``, ``offset_s`` and ``preempts`` of the
-            :class:`Report`.
-    """
+    """Take in a whole report; what was known of the replica's requests goes. ``O(requests log
+    requests)``. Block figures and ``PLACES`` are set already."""
     made_s, stepped_s, next_begins_s, offset_s, preempts = moment
     clear(figures, pieces)
     now_s = made_s + offset_s

@@ -1,20 +1,14 @@
 """Compiled loops over what a fleet knows of one replica: taking requests in, and summing them up.
 
-A replica is a row of four arrays, see :class:`FleetArrays`: its figures; its guaranteed prefills by
-deadline; its loads, which are the guaranteed decodes of now and of those prefills later, by the
-time from which they cost; and its best-effort prefills. All times are seconds on the fleet's clock.
-
+A replica is a row of four arrays, see ``FleetArrays``. All times are seconds on the fleet's clock.
 The prefill capacity until ``t`` is what is left of the time since the report if each decode is
-delayed to its slack and then keeps its pace (FairBatching appendix A, steps 1 to 4)::
+delayed to its slack and then runs at its TPOT (FairBatching appendix A, steps 1 to 4)::
 
     capacity(t) = t - begun - fixed - sum of share * max(0, t - due) over the loads
 
-with ``share`` the part of each second that a load takes: the time of one step of it over its pace,
-and, where it is the tightest so far, what the more frequent steps cost. It does not depend on when
-it is asked, so it is kept from report to report: a replica that works through its queue stays where
-it was said to be. What comes later cannot have the capacity until then: a decision first spends it
-on the prefills that were there, by deadline (:func:`advance`).
-"""
+with ``share`` the time of one step of a load over its TPOT and, where it is the tightest so far,
+the cost of the more frequent steps. It does not depend on when it is asked, so it is kept from
+report to report; a decision first spends it on the prefills that were there (``advance``)."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -111,29 +105,16 @@ FREED_WITHIN_S = 5.0
 
 
 FleetArrays = tuple[Floats, Floats, Ints, Floats, Floats, Floats]
-"""The arrays of all replicas, for compiled loops; one row each in the first three:
-
-- ``figures``, ``float64[rows, FIGURES]``: sums.
-- ``pieces``, ``float64[rows, most pieces, COEFFICIENTS]``: the corrected latency models.
-- ``starts``, ``int64[rows]``: where a replica's entries begin in the other three.
-- ``prefills``, ``float64[room, PREFILL_FIELDS]``: the guaranteed prefills of all replicas. Those of
-  a replica are by deadline, with prefix sums of their work: ``figures[row, QUEUED]`` of them.
-- ``loads``, ``float64[room, LOAD_FIELDS]``: the guaranteed decodes in the same way,
-  ``figures[row, LOADS]``.
-- ``lent``, ``float64[room, LENT_FIELDS]``: the best-effort prefills, ``figures[row, LENT_QUEUED]``.
-"""
+"""The arrays of all replicas, for compiled loops: ``figures``, ``float64[rows, FIGURES]``;
+corrected latency models ``pieces``, ``float64[rows, most pieces, COEFFICIENTS]``; ``starts``,
+``int64[rows]``, where a replica's entries begin in the others. ``prefills`` and ``loads`` (promised
+decodes) are by deadline with prefix sums; ``lent`` are the best-effort prefills."""
 
 
 class Prompt(NamedTuple):
-    """A guaranteed prompt that a replica gets.
-
-    Attributes:
-        due_s: when its first token is due; infinite if no time is stated.
-        tpot_s: its time per later token; infinite if none is stated.
-        priority: its weight.
-        new_tokens: to compute; ``cached_tokens`` more have KV there.
-        blocks: KV blocks that it needs beyond those that it holds.
-    """
+    """A promised prompt that a replica gets; ``due_s`` and ``tpot_s`` are infinite if no time is
+    stated. ``cached_tokens`` beyond the ``new_tokens`` have KV there; ``blocks`` are those needed
+    beyond the held ones."""
 
     due_s: float
     tpot_s: float
@@ -144,13 +125,8 @@ class Prompt(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """A prefill that a replica might get, as policies weigh it.
-
-    Attributes:
-        work_s: its predicted time, seconds.
-        due_s, tpot_s, priority: see :class:`Prompt`.
-        own_s: predicted work of a step of its decode, seconds.
-    """
+    """A prefill that a replica might get: ``work_s`` is its predicted time, ``own_s`` that of a
+    step of its decode, seconds."""
 
     work_s: float
     due_s: float
@@ -184,10 +160,7 @@ def capacity_s(figures: Floats, loads: Floats, until_s: float) -> float:
 @compiled
 def spare_s(figures: Floats, loads: Floats, ahead_s: float, now_s: float, until_s: float) -> float:
     """Time until ``until_s`` for one more prefill behind ``ahead_s`` of work that is left; negative
-    where that work does not fit; infinite without an end. ``O(log loads)``.
-
-    Capacity before now is used or lost; after that, the prefill needs a step of its own.
-    """
+    where that work does not fit; infinite without an end. ``O(log loads)``."""
     if until_s == inf:
         return inf
     begins_s = ahead_s
@@ -199,14 +172,11 @@ def spare_s(figures: Floats, loads: Floats, ahead_s: float, now_s: float, until_
 
 @compiled
 def budget_s(figures: Floats, prefills: Floats, loads: Floats, now_s: float, due_s: float) -> float:
-    """The prefill admission budget (PAB) for a prompt that is due at ``due_s``, seconds: the time
-    for its prefill behind all guaranteed prefills. ``O(log loads)``.
+    """The prefill admission budget (PAB) for a prompt due at ``due_s``, seconds, behind all
+    promised prefills (FairBatching appendix A; horizon: its own TTFT, §3.4). ``O(log loads)``.
 
-    FairBatching appendix A: steps 1 to 4 are :func:`capacity_s`, with the decodes of pending
-    prefills (A.3) from their first tokens on. The horizon is the request's own TTFT (§3.4). Steps 5
-    and 6 divide by the time of a token and subtract the queued tokens; seconds are the same where a
-    token costs the same everywhere, and hold in every latency model.
-    """
+    In seconds in place of steps 5 and 6's tokens: the same where a token costs the same everywhere,
+    and valid in every latency model."""
     queued = int(figures[QUEUED])
     ahead_s = prefills[queued - 1, LEFT_AHEAD_S] if queued > 0 else 0.0
     return spare_s(figures, loads, ahead_s, now_s, due_s)
@@ -272,12 +242,9 @@ def settle(figures: Floats, prefills: Floats, loads: Floats) -> None:
 
 @compiled
 def advance(figures: Floats, prefills: Floats, loads: Floats, now_s: float) -> None:
-    """Spend the capacity until ``now_s`` on the prefills that are there, by deadline.
-
-    If all of them are done by then, the rest of the capacity was idle, and the next prefill pays
-    the fixed time of a step again. All rows are settled before; :func:`settle` must follow.
-    ``O(prefills)``.
-    """
+    """Spend the capacity until ``now_s`` on the prefills there, by deadline; what is left was idle,
+    and the next prefill pays the fixed time of a step again. ``settle`` must follow.
+    ``O(prefills)``."""
     if now_s <= figures[SPENT_UNTIL_S]:
         return
     figures[SPENT_UNTIL_S] = now_s
@@ -326,11 +293,8 @@ def take(
     now_s: float,
     in_order: bool,
 ) -> float:
-    """Add a guaranteed prefill, and its decode after the first token: from when that is due, or
-    from ``now_s`` where that has passed; return its work, seconds.
-
-    Where not ``in_order`` both go to the end, to be sorted. :func:`settle` must follow.
-    """
+    """Add a promised prefill and its decode, and return its work, seconds. Where not ``in_order``
+    both go to the end, to be sorted. ``settle`` must follow."""
     new_tokens, cached_tokens, tpot_s = prompt.new_tokens, prompt.cached_tokens, prompt.tpot_s
     queued = int(figures[QUEUED])
     place = put(prefills, queued, prompt.due_s) if in_order else queued
@@ -391,11 +355,8 @@ def add_later(
     output_tokens: float,
     tpot_s: float,
 ) -> None:
-    """Expect the prompt that enters a guaranteed request with a later stage.
-
-    When it comes is not known: the output that is left is cut into as many parts as there are
-    stages, at its pace, so that it is equally likely in each moment of a part.
-    """
+    """Expect the prompt that enters a promised request with a later stage: equally likely in each
+    moment of a part of the output that is left, cut into as many parts as stages."""
     if later_tokens < 1.0:
         return
     step_s = most_work_s(pieces, 1.0, context_tokens)
@@ -408,7 +369,7 @@ def add_later(
 
 @compiled
 def room_s(figures: Floats) -> float:
-    """Time for prefill in a batch beside all guaranteed decodes."""
+    """Time for prefill in a batch beside all promised decodes."""
     batch_s = figures[BATCH_S]
     if batch_s == inf:
         return inf

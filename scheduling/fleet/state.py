@@ -1,8 +1,5 @@
 """The state of one replica as plain arrays: what its scheduler exports and the controller mirrors.
-
-One row per live request, one summary per step. Times are seconds on the replica's monotonic clock;
-a message carries ``now_s`` of the same clock, so a reader on another host needs no common clock.
-"""
+A message carries ``now_s`` of the replica's monotonic clock, so hosts need no common clock."""
 
 from __future__ import annotations
 
@@ -38,9 +35,8 @@ ROW = np.dtype(
         ("later_tokens", "<i4"),  # of prompt, that enter before the next of them that has any
     ]
 )
-"""A live request. ``phase == 0`` marks a free slot of a table. Between the key and the later stages
-are the fields of a queue's row that others than its engine need, with their names and in their
-order (:data:`sluice.scheduling.request.kernels.LIVE`); ``phase`` is in the place of ``running``."""
+"""A live request; ``phase == 0`` marks a free slot. From the key to the later stages its fields are
+those of ``request.kernels.LIVE``, with ``phase`` in the place of ``running``."""
 
 _SAME = [name for name in LIVE.names or () if name in (ROW.names or ())]
 _SAME.remove("expected_tokens")
@@ -114,16 +110,10 @@ SUMMARY = np.dtype(
 
 
 class EngineState(NamedTuple):
-    """A consistent copy of a scheduler's state.
-
-    Attributes:
-        now_s: when it was copied, on the replica's monotonic clock.
-        slots: ``int32[n]``, the table slot of each row; a request keeps its slot while it lives.
-        rows: ``ROW[n]``, the live requests.
-        summary: ``SUMMARY`` scalar (a ``numpy.void``).
-        held: :data:`sluice.scheduling.fleet.prefix.HELD` by slot, the chunks of prompts whose KV
-            the engine holds; empty for an engine that does not tell.
-    """
+    """A consistent copy of a scheduler's state, made at ``now_s`` of the replica's monotonic clock.
+    ``slots`` is ``int32[n]``, which a request keeps while it lives; ``rows`` ``ROW[n]``;
+    ``summary`` a ``SUMMARY`` scalar; ``held`` the chunks whose KV it holds by slot, empty if
+    unknown."""
 
     now_s: float
     slots: np.ndarray
@@ -133,13 +123,9 @@ class EngineState(NamedTuple):
 
 
 def rows_of(table: Floats, later: Floats | None = None) -> np.ndarray:
-    """The rows of an engine's queue as a replica reports them, :data:`ROW` ``[n]``, without keys.
-
-    Args:
-        table: ``float64[n, FIELDS]``, see :class:`sluice.scheduling.request.queue.QueueView`.
-        later: per row, the fields of :func:`sluice.scheduling.request.stages.later_of`; ``None``
-            where no stage follows.
-    """
+    """The rows of an engine's queue as a replica reports them, ``ROW[n]``, without keys. ``table``
+    is ``float64[n, FIELDS]`` of a ``QueueView``; ``later`` has the fields of ``stages.later_of`` or
+    ``None``."""
     live = table.view(LIVE)[:, 0]
     rows = np.zeros(len(table), ROW)
     for name in _SAME:

@@ -33,13 +33,8 @@ def prompt_ttft_s(ttft_s: float, kv_transfer_s: float) -> float:
 
 
 class Transfers(NamedTuple):
-    """What a replica has taken over since its start.
-
-    Attributes:
-        done: transfers.
-        seconds: that they took in all.
-        tokens: of their prompts, in all.
-    """
+    """How many KV transfers a replica has done since its start, their seconds and their prompts'
+    tokens."""
 
     done: int = 0
     seconds: float = 0.0
@@ -50,13 +45,11 @@ NO_TRANSFERS = Transfers()
 
 
 class TransferTime:
-    """Predicts ``fixed + tokens * per token``, fitted online.
+    """Predicts ``fixed + tokens * per token``, fitted online. ``O(1)`` a report.
 
-    Reports carry sums, so a look at one tells the mean size and the mean time of the transfers
-    since the last. The two numbers are the least squares over these means, each weighted by its
-    transfers, older ones less, pulled towards the values of the module where little was seen or
-    all prompts are of one size. Neither is below 0. ``O(1)`` a report.
-    """
+    Least squares over the mean size and time of the transfers since the last report, weighted by
+    their number, older ones less, pulled towards the defaults where little was seen. Neither is
+    below 0."""
 
     def __init__(self) -> None:
         # Sums over transfers seen: count, tokens, tokens squared, seconds, seconds times tokens.

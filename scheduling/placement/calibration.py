@@ -1,35 +1,21 @@
-"""How much later than planned guaranteed requests turn out, and the margin that meets the
-guarantees.
+"""How much later than planned promised requests turn out, and the margin that meets the promises.
 
-A guarantee is planned for earlier than it is due, by a *margin*, a share of the objective.
-Admission tests the plan and the engine schedules by it; the client sees the objective. The margin
-covers the difference: HTTP, the edge, steps that take longer than predicted, neighbours. It is not
-configured, but learned from what routers observed.
+A promise is planned for earlier than it is due, by a *margin*, a share of the objective, learned
+from what routers observed: HTTP, the edge, slow steps, neighbours. The *score* of a promise that
+ended is ``1 - planned / observed``: the margin that would have sufficed. The margin that meets a
+share ``level`` is that quantile of the scores (conformal prediction), and its level moves with each
+promise met or missed (adaptive conformal inference, Gibbs & Candès 2021, eq. 2: ``a <- a + g * (a*
+- missed)``), which meets the level in the long run for any scores.
 
-The *score* of a guarantee that ended is ``1 - planned / observed``: the margin, as a share of the
-observed time, that would have sufficed. A guarantee is met if and only if its score is at most the
-margin that it was made with. So the margin that meets a share ``level`` of the guarantees is that
-quantile of the scores (conformal prediction). As loads and machines change, past scores do not
-predict future ones; so the quantile's own level also moves with each guarantee that was met or
-missed (adaptive conformal inference, Gibbs & Candès 2021, eq. 2: ``a <- a + g * (a* - missed)``),
-which meets the level in the long run for any scores.
+Our reading: an engine that schedules by deadlines uses the time that it has, so only scores under
+load are close to the plan and matter to the quantile. A margin learned under load stays until
+``MEMORY`` newer promises or ``MEMORY_S`` have passed. ``PRIOR`` scores stand in before any
+observation. A promise that is already missed counts before its request ends
+(``Calibration.behind``), as outputs are long.
 
-Our reading: an engine that schedules by deadlines uses the time that it has, so under load scores
-are close to the plan, and without load far below it. Only the scores under load matter to the
-quantile, and a margin learned under load stays until
-:data:`~sluice.scheduling.placement.calibration.MEMORY` newer guarantees, or
-:data:`~sluice.scheduling.placement.calibration.MEMORY_S`, have passed.
-
-Before any observation, a few prior scores are assumed
-(:data:`~sluice.scheduling.placement.calibration.PRIOR`). A guarantee that is already missed counts
-before its request ends (:meth:`Calibration.behind`), as an output may take longer than it takes to
-make a hundred more guarantees.
-
-All replicas share one set of margins, as a quantile near 1 takes hundreds of guarantees to learn. A
-replica whose scores are far above the others' is *set apart*: it has its own margins, from its own
-scores, which no longer count for the others. So one slow replica does not raise the margins of the
-others, and its own guarantees are met. It joins the others again when its margins are small.
-"""
+All replicas share margins, as a quantile near 1 takes hundreds of promises. A replica whose scores
+are far above the others' is *set apart*, with margins from its own scores only, until these are
+small: so one slow replica does not raise the margins of the others."""
 
 from __future__ import annotations
 
@@ -53,24 +39,22 @@ MEMORY_S: Final = 60.0
 """How long a score counts, seconds."""
 
 MOST_MARGIN: Final = 0.5
-"""Largest margin: with 0.9, a short overload had fleets guarantee half as much for a minute
+"""Largest margin: with 0.9, a short overload had fleets promise half as much for a minute
 after."""
 
 LEAST_RAISE: Final = 0.04
-"""A guarantee that is late asks for no more than twice the margin that it was made with, or this
-much more: what is late is served behind what can still be in time, so how late it becomes says
-little of how much earlier it would have had to be planned."""
+"""A late promise asks for at most twice its margin, or this much more: what is late is served
+behind the rest, so its lateness says little of the margin that it needed."""
 
 GAIN: Final = 0.002
-"""Of adaptive conformal inference: how far one guarantee moves the level."""
+"""Of adaptive conformal inference: how far one promise moves the level."""
 
 _LEAST_MISSES, _MOST_MISSES = 0.001, 0.1
 """Between which the share of misses that the quantile is taken for moves."""
 
 PRIOR: Final = 0.04
-"""The score of :data:`PRIOR_SHARE` of the guarantees that there have not been yet: real engines
-were seen 0 to 4 % behind the plan that they worked by. The others are taken for early ones: before
-there are many, a few late ones are outliers and not the tail."""
+"""Score of ``PRIOR_SHARE`` of the promises not made yet: real engines were 0 to 4 % behind their
+plan. The others count as early: among few promises, late ones are outliers and not the tail."""
 
 PRIOR_SHARE: Final = 0.02
 """Twice the misses that a level of 0.99 allows, so that a margin there begins at :data:`PRIOR` and
@@ -106,11 +90,8 @@ class _Score(NamedTuple):
 
 
 class Tracker:
-    """The margin of one kind of guarantees. ``O(MEMORY log MEMORY)`` an ending, ``O(1)`` a margin.
-
-    Args:
-        level: share of the guarantees that are to be kept, in (0, 1).
-    """
+    """The margin of one kind of promises, to keep a share ``level`` in (0, 1) of them. ``O(MEMORY
+    log MEMORY)`` an ending, ``O(1)`` a margin."""
 
     def __init__(self, level: float) -> None:
         self._level = level
@@ -121,16 +102,16 @@ class Tracker:
         self._measure(-inf)
 
     def behind(self, key: Hashable, score: float, replica_id: str, now_s: float) -> None:
-        """Record the current score of the guarantee ``key``, whose request still runs."""
+        """Record the current score of the promise ``key``, whose request still runs."""
         self._behind[key] = _Score(now_s, score, replica_id)
         self._measure(now_s)
 
     def left(self, key: Hashable) -> None:
-        """Forget the running score of the guarantee ``key``."""
+        """Forget the running score of the promise ``key``."""
         self._behind.pop(key, None)
 
     def ended(self, score: float, kept: bool, replica_id: str, now_s: float) -> None:
-        """Record the final score of a guarantee, and whether it was met (``kept``)."""
+        """Record the final score of a promise, and whether it was met (``kept``)."""
         wanted = 1.0 - self._level
         misses = self._misses + GAIN * (wanted - (0.0 if kept else 1.0))
         self._misses = min(max(misses, min(_LEAST_MISSES, wanted)), max(_MOST_MISSES, wanted))
@@ -191,16 +172,11 @@ def _quantile(known: list[float], misses: float) -> float:
 
 
 class Margins:
-    """The margins of the guarantees of some replicas.
+    """The margins of the promises of some replicas, to keep a share ``level`` in (0, 1) of them.
 
-    A margin is a share, and what a share covers depends on the whole: 20 ms of HTTP are much of
-    half a second, and little of eight. So objectives of about the same length have a margin of
-    their own, in steps of two. So has each anchor that a TPOT is measured by: the worst window of a
-    stream is slower than its mean.
-
-    Args:
-        level: share of the guarantees that are to be kept, in (0, 1).
-    """
+    Objectives of about the same length, in steps of two, have a margin of their own, as 20 ms of
+    HTTP are much of half a second and little of eight. So has each TPOT anchor: the worst window of
+    a stream is slower than its mean."""
 
     def __init__(self, level: float) -> None:
         self._level = level
@@ -241,7 +217,7 @@ class Margins:
 
 
 def score_of(stated_s: float, planned_s: float, observed_s: float) -> float:
-    """How large the margin of a guarantee would have had to be, as far as it tells: see
+    """How large the margin of a promise would have had to be, as far as it shows: see
     :data:`LEAST_RAISE`."""
     if observed_s <= 0.0:
         return -inf
@@ -255,7 +231,7 @@ def _kind(objective: Objective, stated_s: float, anchor: TPOTAnchor) -> _Kind:
 
 
 MOST_PROMISES: Final = 65_536
-"""Guarantees under way that are known at a time; of more, the oldest teach nothing."""
+"""Promises under way that are known at a time; of more, the oldest teach nothing."""
 
 MOST_PLANS: Final = 1_024
 """Objectives whose plans are kept."""
@@ -272,14 +248,8 @@ class _Promise(NamedTuple):
 
 
 class Calibration:
-    """The guarantees under way, and the margins that those before them taught.
-
-    Args:
-        level: share of the guarantees that are to be kept, in (0, 1).
-
-    Raises:
-        ValueError: ``level`` is not in (0, 1).
-    """
+    """The promises under way, and the margins that those before them taught. Raises ``ValueError``
+    if ``level``, the share of promises to keep, is not in (0, 1)."""
 
     def __init__(self, level: float) -> None:
         if not 0.0 < level < 1.0:
@@ -308,7 +278,7 @@ class Calibration:
         }
 
     def plan(self, slo: SLO, now_s: float, replica_id: str = "") -> SLO:
-        """By when what ``slo`` states is to be planned so that it can be guaranteed, by a replica
+        """By when what ``slo`` states is to be planned so that it can be promised, by a replica
         or by any that is not set apart. ``O(1)``."""
         if now_s >= self._planned_until_s:  # old scores leave the margins meanwhile
             self._plans.clear()
@@ -329,9 +299,8 @@ class Calibration:
         return plan
 
     def promised(self, key: Hashable, stated: SLO, planned: SLO, replica_id: str = "") -> None:
-        """A request was guaranteed ``stated``, and is planned for ``planned`` at a replica; without
-        one what it teaches is of all. A later guarantee to the same request takes the place of the
-        first."""
+        """A request was promised ``stated``, and is planned for ``planned`` at a replica; without
+        one it counts for all. A later promise to the same request replaces the first."""
         if key in self._promises:
             self._taken(key)
         self._promises[key] = _Promise(
@@ -341,19 +310,15 @@ class Calibration:
             self.dropped(next(iter(self._promises)))
 
     def dropped(self, key: Hashable) -> None:
-        """Drop the guarantee of a request."""
+        """Drop the promise of a request."""
         if key in self._promises:
             self._taken(key)
 
     def behind(
         self, key: Hashable, ttft_s: float | None, tpot_s: float | None, now_s: float
     ) -> None:
-        """A running request had a late first token, or its pace is behind, seconds; ``None`` where
-        it is not late.
-
-        There is one first token, so its TTFT is final. A pace may recover: until the request ends,
-        the last reported pace counts, then the final one.
-        """
+        """A running request had a late first token, which is final, or its TPOT is behind, seconds,
+        which may recover: the last report counts until the end. ``None`` where it is not late."""
         promise = self._promises.get(key)
         if promise is None:
             return
@@ -376,7 +341,7 @@ class Calibration:
         now_s: float,
     ) -> None:
         """A request ended with these times, as its client saw them, seconds; ``None`` if unknown.
-        Requests without a guarantee are ignored."""
+        Requests without a promise are ignored."""
         promise = self._taken(key)
         if promise is None:
             return
@@ -395,7 +360,7 @@ class Calibration:
         promise: _Promise,
         now_s: float,
     ) -> None:
-        """What was guaranteed within ``stated_s``, and planned for ``planned_s``, took
+        """What was promised within ``stated_s``, and planned for ``planned_s``, took
         ``observed_s``, seconds."""
         replica_id = promise.replica_id
         tracker = self._of(replica_id).tracker(objective, stated_s, promise.anchor)
@@ -414,8 +379,8 @@ class Calibration:
 
     def _join(self, replica_id: str, now_s: float) -> None:
         """Let a replica join the others if its margins are at most the initial ones. The others'
-        margins are not the criterion, as they are also large while another replica is about to
-        stand out."""
+        margins are no criterion: they are also large while another replica is about to be set
+        apart."""
         if max(self.apart[replica_id].largest(now_s).values()) <= PRIOR + APART:
             del self.apart[replica_id]
 
@@ -423,7 +388,7 @@ class Calibration:
         return self.apart.get(replica_id, self._margins)
 
     def _taken(self, key: Hashable) -> _Promise | None:
-        """Remove and return the guarantee of a request that no longer runs."""
+        """Remove and return the promise of a request that no longer runs."""
         promise = self._promises.pop(key, None)
         if promise is not None:
             _, stated_tpot_s, _ = promise.stated

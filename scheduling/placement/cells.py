@@ -1,10 +1,8 @@
 """Cells: several controllers share the replicas of a fleet, and a router asks at most two of them.
 
-A cell decides on its own replicas only, so a decision costs as much as in a fleet of that size. The
-cells do not know of each other. The router chooses which cell to ask: of two cells the one whose
-last answer had more slack (two choices, Mitzenmacher, IEEE TPDS 2001; with information as old as
-the last answer: "How Useful Is Old Information?", IEEE TPDS 2000).
-"""
+A cell decides on its own replicas only and does not know of the others. The router asks the one of
+two cells whose last answer had more slack (two choices, Mitzenmacher, IEEE TPDS 2001; stale
+information: "How Useful Is Old Information?", IEEE TPDS 2000)."""
 
 from __future__ import annotations
 
@@ -56,30 +54,16 @@ def cell_of(replica_id: str, cells: int) -> int:
 class CellChoice:
     """Which cells one router asks about a request, and in which order.
 
-    Two cells are drawn by a hash: of the request's session; without one, of the longest chunk of
-    its prompt's prefix; without that, of its key. So the requests of a session, and equal prompts,
-    draw the same two cells in every router.
+    Two cells are drawn by a hash of the session, else of the longest chunk of the prompt's prefix,
+    else of the key, so every router draws the same two. A known session or prefix goes to its
+    *home* cell while that has slack; a moving request to its replica's cell first; any other to the
+    cell with more slack, or to either within ``SPREAD_S``. The second one asked is that with the
+    most slack of all others. After a request that the first could not promise, the one with more
+    slack is asked last, as it will probably serve the request as best effort. A cell without
+    replicas, or that did not answer, is asked only if there is no other.
 
-    - A request whose session or prefix is known goes to its *home* while that has slack: to the
-      first cell of its session, or to the cell that got the longest known part of its prompt.
-    - A request that moves from a replica goes to that replica's cell first.
-    - Any other goes to the cell with more slack, or where the difference is less than
-      :data:`SPREAD_S`, to either by its hash.
-    - The second cell to ask is the one with the most slack of all others.
-    - If the first one could not guarantee the last request, this request will probably be served as
-      best effort, by the cell that is asked last. So of the two the one with more slack is then
-      asked last.
-
-    A cell without replicas, or that did not answer, is asked only if there is no other.
-
-    ``O(cells + chunks of the prompt)``. Memory is bounded by :data:`MOST_PREFIXES`.
-
-    Args:
-        cells: how many there are, from 2 to :data:`MOST_CELLS`.
-
-    Raises:
-        ValueError: ``cells`` is out of range.
-    """
+    ``O(cells + chunks of the prompt)``, memory bounded by ``MOST_PREFIXES``. Raises ``ValueError``
+    if ``cells`` is not in [2, ``MOST_CELLS``]."""
 
     def __init__(self, cells: int) -> None:
         if not 2 <= cells <= MOST_CELLS:
@@ -118,9 +102,9 @@ class CellChoice:
         return [first, last]
 
     def questions(self, query: RouteQuery, now_s: float, up: Sequence[bool]) -> Questions:
-        """What to ask, one question after the other: yields a cell with the query for it, is sent
-        the cell's decision, or ``None`` if it did not answer, and returns the decision that counts.
-        The caller reports each answer with :meth:`answered`."""
+        """Yields a cell with the query for it, is sent its decision or ``None`` if it did not
+        answer, and returns the decision that counts. The caller reports answers with ``answered``.
+        """
         *others, last = self.asked(query, now_s, up) or [0]
         declined: RouteDecision | None = None
         for cell in others:  # at most one

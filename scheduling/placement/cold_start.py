@@ -1,10 +1,8 @@
 """Requests for a model that has no replica: how long its first one takes to start.
 
-Without a replica nothing can be guaranteed, but the time to the first token can be predicted: the
-rest of the start, the prompts that wait for the same replica, and the prompt itself, by the latency
-model of the last replica that was there. A request whose objective this time exceeds, and that may
-not be served as best effort, is refused at once; any other one waits and is decided on when the
-replica is there. Both make the replica start.
+Nothing can be promised, but the first token is predicted: the rest of the start, the prompts that
+wait, and the prompt itself, by the last replica's latency model. A request whose objective is
+shorter and that may not be best effort is refused at once; any other one waits. Both make it start.
 """
 
 from __future__ import annotations
@@ -41,15 +39,9 @@ MOST_WAITING: Final = 4_096
 class ColdStart:
     """Predicts the start of the first replica, and decides while there is none. ``O(1)`` each.
 
-    Args:
-        startup_s: time from the first request until the replica serves, until one was measured,
-            seconds.
-        settled_s: before this time nothing is decided: after a restart of the controller, replicas
-            that serve have yet to register. Of the caller's monotonic clock, like all times here.
-
-    Attributes:
-        done: starts that ended with a replica that serves.
-    """
+    ``startup_s`` is assumed until a start was measured, seconds. Before ``settled_s``, of the
+    caller's monotonic clock, nothing is decided: after a restart of the controller, replicas have
+    yet to register."""
 
     def __init__(self, startup_s: float, settled_s: float = -inf) -> None:
         self.done = 0
@@ -79,14 +71,8 @@ class ColdStart:
     def decide(
         self, query: RouteQuery, fleet: Fleet, now_s: float, output_tokens: float, wanted: bool
     ) -> RouteDecision:
-        """The decision on a request when no replica takes requests.
-
-        Args:
-            query: the request; it may ask repeatedly.
-            fleet: for the latency model of the last replica; without one, prompts take no time.
-            output_tokens: expected length of its output.
-            wanted: whether its objective is to be guaranteed.
-        """
+        """The decision on a request, which may ask repeatedly, when no replica takes requests.
+        Without a latency model of a last replica in ``fleet``, prompts take no time."""
         if now_s < self._settled_s or not fleet.is_empty(now_s):
             return RouteDecision(None, NO_REPLICA)
         if self._begun_s is None:

@@ -1,15 +1,9 @@
-"""Which guaranteed first tokens a replica will miss, by its current state.
+"""Which promised first tokens a replica will miss, by its current state.
 
-The test is that of their admission (:mod:`sluice.scheduling.admission.moore_hodgson`): a prefill is
-late if the work up to and including it, by deadline, exceeds the capacity until its first token is
-due. At admission it did not. It may since, because the replica's steps take longer than predicted,
-its correction has grown, or its engine has stalled.
-
-A stalled engine does not report when it will recover. Our reading: an overdue step is expected to
-take as long again as it is overdue by now, which is the median of the remaining time if its scale
-is unknown (Gott, Nature 1993). A step is overdue when it takes longer than the longest possible
-batch.
-"""
+The test is that of ``admission.moore_hodgson``, which can fail later as steps take longer than
+predicted or the engine stalls. Our reading for a stall: an overdue step, longer than the longest
+possible batch, takes as long again as it is overdue by now, the median if its scale is unknown
+(Gott, Nature 1993)."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -43,19 +37,12 @@ def late(
     planned_s: Floats,
     stated_s: Floats,
 ) -> NDArray[np.bool_]:
-    """Which guaranteed prefills of a replica will miss their first tokens.
+    """Which promised prefills of a replica will miss their first tokens. Where one is late, the
+    later ones count as if it left. ``O(n log m)`` with ``m`` promised requests there, compiled.
 
-    Where one is late, the later ones count as if it left: not more leave than need to. ``O(n log
-    m)`` with ``m`` guaranteed requests there, compiled.
-
-    Args:
-        row: of the replica.
-        batch_tokens: most tokens of a batch there.
-        step_s: when its step under way began, and until when it is known not to have ended;
-            seconds on the fleet's clock.
-        planned_s: when each first token is due by the replica's plan, ascending.
-        stated_s: when it is due as its client stated it.
-    """
+    ``step_s``: when its step under way began, and until when it is known not to have ended, on the
+    fleet's clock. ``planned_s``: due by the replica's plan, ascending; ``stated_s``: due for the
+    client."""
     begun_s, seen_s = step_s
     step = (float(begun_s), float(seen_s))
     return _late(fleet.arrays, row, float(batch_tokens), step, planned_s, stated_s)

@@ -1,23 +1,13 @@
 """Which running streams move to another replica, and when.
 
-A stream moves with its KV: its replica stops it between two tokens and gives the KV away, another
-one fetches the KV and generates the next token. Its client sees a pause of one transfer and a few
-steps. Llumnix (Sun et al., OSDI 2024) calls this live migration. It copies KV while the request
-runs and stops it for the last blocks only; here the whole copy falls into the pause.
+A stream moves with its KV between two tokens: its client sees a pause of one transfer and a few
+steps. Llumnix (Sun et al., OSDI 2024) copies most KV while the request runs; here the whole copy
+falls into the pause. A stream moves because its replica **leaves**, so that a drain does not take
+as long as its longest stream, or because it is promised and predicted to be **late** where it is.
 
-There are two reasons to move:
-
-- its replica **leaves**: it is drained, or about to stop. Moving ends a drain by the pauses of its
-  streams in place of the longest stream;
-- the stream is **late**: it is guaranteed, slower than its objective allows, and predicted to miss
-  the objective where it is.
-
-The other replica is chosen like that of a new request
-(:mod:`sluice.scheduling.placement.placer`): a guaranteed stream only moves where the rest of its
-objective is guaranteed, so never to a worse place. A stream never returns to a replica that it has
-left, moves at most :data:`MOST_MOVES` times, and not within :data:`REST_S` of its last move; so no
-two replicas pass it to and fro.
-"""
+A promised stream only moves where the rest of its objective is promised. It never returns to a
+replica that it has left, moves at most ``MOST_MOVES`` times, and not within ``REST_S`` of its last
+move."""
 
 from __future__ import annotations
 
@@ -47,12 +37,8 @@ seconds: the other replica must not treat it as one that can wait."""
 
 
 class Terms(NamedTuple):
-    """What keeps the objective of a stream that moves.
-
-    Attributes:
-        pause_s: longest time from now until its next token, seconds.
-        tpot_s: longest time per token after that, seconds.
-    """
+    """What keeps the objective of a stream that moves: the longest time until its next token, and
+    per token after that, seconds."""
 
     pause_s: float
     tpot_s: float
@@ -64,14 +50,11 @@ class RunningStream(NamedTuple):
     Attributes:
         left_tokens: most tokens that may still come; infinite if unknown.
         token_s: its recent time per token, seconds.
-        tpot_s: time per token by its objective, seconds; infinite if none is guaranteed.
-        slack_s: time from now until its next token is due by that pace since its first token,
+        tpot_s, e2e_left_s: by its objective, seconds; infinite if none is promised.
+        slack_s: time from now until its next token is due by that TPOT since its first token,
             seconds; negative if it is behind.
-        e2e_left_s: time from now until its end is due, seconds; infinite if none is guaranteed.
         recovers: its TPOT is the mean of all tokens, so that later ones make up for earlier ones.
-        moves: how often it has moved.
-        moved_s: when it last did; ``-inf``: never.
-    """
+        moves, moved_s: how often it has moved, and when it last did (``-inf``: never)."""
 
     left_tokens: float
     token_s: float
@@ -84,7 +67,7 @@ class RunningStream(NamedTuple):
 
     @property
     def left_s(self) -> float:
-        """Time until its end where it is, at its recent pace, seconds."""
+        """Time until its end where it is, at its recent rate, seconds."""
         return self.left_tokens * self.token_s if self.token_s > 0.0 else inf
 
     @property
@@ -95,9 +78,8 @@ class RunningStream(NamedTuple):
 
     @property
     def terms(self) -> Terms | None:
-        """On which terms its objective is kept after a move; ``None``: on none, or none is
-        guaranteed. What it is ahead by may go into the pause, or else a share of the time that is
-        left, and then the tokens after it must come faster."""
+        """On which terms its objective is kept after a move, with its slack or a share of the time
+        left in the pause; ``None``: on none, or none is promised."""
         granted_s = self.granted_s
         if granted_s <= 0.0 or (not self.recovers and self.slack_s <= 0.0):
             return None
@@ -110,7 +92,7 @@ class RunningStream(NamedTuple):
 
     @property
     def late(self) -> bool:
-        """Whether it will miss its objective at its recent pace where it is, and might keep it
+        """Whether it will miss its objective at its recent rate where it is, and might keep it
         elsewhere."""
         if self.terms is None:
             return False
@@ -120,13 +102,8 @@ class RunningStream(NamedTuple):
 
 
 class MigrationPolicy:
-    """Chooses the streams of one replica that move next. Stateless; see the module.
-
-    Args:
-        at_once: most streams that move from one replica at once.
-        rest_s: shortest time between two moves of a stream, seconds.
-        most_moves: most moves of one stream.
-    """
+    """Chooses the streams of one replica that move next: at most ``at_once`` of them, each at most
+    ``most_moves`` times and not within ``rest_s`` of its last move. Stateless."""
 
     def __init__(
         self, at_once: int = AT_ONCE, rest_s: float = REST_S, most_moves: int = MOST_MOVES
@@ -138,15 +115,9 @@ class MigrationPolicy:
     def chosen(
         self, streams: Sequence[RunningStream], under_way: int, now_s: float, leaves: bool
     ) -> list[int]:
-        """Which of ``streams`` move now, by their position, the first one first. ``O(n log n)``.
-
-        From a replica that leaves all may move, those with most left first: they would end the
-        drain. From another one only late streams, the one with least slack first.
-
-        Args:
-            streams: at one replica, without those that are moving.
-            under_way: how many are moving from there.
-        """
+        """Positions in ``streams`` of those that move now, in order, beside those ``under_way``.
+        ``O(n log n)``. From a replica that leaves, those with most left first, as they would end
+        the drain; else only late ones, least slack first."""
         free = self._at_once - under_way
         if free <= 0:
             return []

@@ -1,12 +1,9 @@
-"""How long outputs turn out, by service class and tenant, where end-to-end times are guaranteed.
+"""How long outputs turn out, by service class and tenant, where end-to-end times are promised.
 
-002 §4.2 models the lengths of a task class by a Gaussian of its completed requests, unless the user
-states a range or a distribution. Our reading differs where a guarantee is made. A Gaussian's tail
-is much shorter than that of real outputs, so a guarantee takes the quantile of the lengths
-themselves. And an output that ``max_tokens`` cut off, or whose client left, has no known length: it
-would have had at least the tokens counted. The quantile is therefore that of the product-limit
-estimate (Kaplan & Meier 1958), which counts such outputs until they were cut off. Without that, a
-class of short ``max_tokens`` would teach that all outputs are short.
+002 §4.2 models the lengths of a task class by a Gaussian, unless the user states a distribution.
+Our reading differs for promises: a Gaussian's tail is too short, so a promise takes the quantile of
+the lengths themselves. Outputs that ``max_tokens`` or the client cut off count until then
+(product-limit estimate, Kaplan & Meier 1958); else short ``max_tokens`` would teach short outputs.
 """
 
 from __future__ import annotations
@@ -56,12 +53,8 @@ class LengthDistribution(Protocol):
         one more."""
 
     def quantile(self, share: float, emitted_tokens: int = 0) -> float:
-        """Tokens that ``share``, in (0, 1), of those outputs stay within; at least one more. With
-        ``share`` near 1, what memory to reserve.
-
-        Raises:
-            ValueError: ``share`` outside (0, 1).
-        """
+        """Tokens that ``share`` of those outputs stay within; at least one more. Raises
+        ``ValueError`` if ``share`` is outside (0, 1)."""
 
 
 class LengthPredictor(Protocol):
@@ -76,15 +69,10 @@ class LengthPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GaussianLength:
-    """A Gaussian of ``mean`` and ``deviation`` tokens.
+    """A Gaussian of ``mean`` and ``deviation`` tokens. Given tokens emitted, the mean of its upper
+    tail; with none, its own mean, as it was fitted to positive lengths.
 
-    What is given by the tokens emitted so far is that of the Gaussian's upper tail. Lengths are
-    positive, so the tail above 0 would already be the truth for a new request; but the Gaussian was
-    fitted to positive lengths, and its mean is theirs, so with nothing emitted the mean stands.
-
-    Raises:
-        ValueError: a mean below 1 or not finite, or a deviation that is negative or not finite.
-    """
+    Raises ``ValueError`` for a mean below 1, a negative deviation, or one that is not finite."""
 
     mean: float
     deviation: float
@@ -125,13 +113,9 @@ class GaussianLength:
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Any length from ``low`` to ``high`` tokens alike, as a user may state it.
-
-    An output that passes ``high`` is expected to have one token more, again and again.
-
-    Raises:
-        ValueError: not ``1 <= low <= high``.
-    """
+    """Any length from ``low`` to ``high`` tokens alike, as a user may state it; an output that
+    passes ``high`` is expected to have one token more. Raises ``ValueError`` if not ``1 <= low <=
+    high``."""
 
     low: int
     high: int
@@ -164,11 +148,8 @@ def _check_share(share: float) -> None:
 
 
 def _hazard(score: float) -> float:
-    """Density over tail of the standard normal distribution: the mean of its tail above ``score``.
-
-    Far out both vanish, and the first terms of the asymptotic series stand for their ratio, which
-    they miss by less than 1 in 2,000 there.
-    """
+    """Mean of the standard normal tail above ``score``. Far out, where density and tail vanish, the
+    asymptotic series stands for their ratio, within 1 in 2,000."""
     if score > _TAIL:
         return score + 1 / score - 2 / score**3
     return sqrt(2 / pi) * exp(-score * score / 2) / erfc(score / sqrt(2))
@@ -192,18 +173,10 @@ class _Moments:
 
 
 class TaskLengths:
-    """Predicts by task class: what the user stated, else the Gaussian of completed requests.
+    """Predicts by task class: what the user stated, else the Gaussian of about the last ``memory``
+    requests. ``O(1)`` per call; at most ``max_tasks`` classes are learned.
 
-    ``O(1)`` per call; memory is bounded by :data:`MAX_TASKS` classes.
-
-    Args:
-        stated: distribution per task class; it is not changed by what is observed.
-        memory: about how many completed requests of a class count.
-        max_tasks: most classes to learn.
-
-    Raises:
-        ValueError: ``memory`` below 2 or ``max_tasks`` outside [1, :data:`MAX_TASKS`].
-    """
+    Raises ``ValueError`` for ``memory`` below 2 or ``max_tasks`` outside [1, ``MAX_TASKS``]."""
 
     def __init__(
         self,
@@ -252,19 +225,10 @@ class TaskLengths:
 
 
 class OracleLengths:
-    """Knows the real lengths, up to an error: for experiments (002 §5.3).
+    """Knows the real lengths, in the order in which they are asked for, up to a factor from ``[1 -
+    error, 1 + error]``: for experiments (002 §5.3). Deterministic by ``seed``.
 
-    Each prediction is the next real length times a factor drawn evenly from
-    ``[1 - error, 1 + error]``, rounded, and at least 1. Deterministic by ``seed``.
-
-    Args:
-        lengths: real output tokens of the requests, in the order in which they are asked for; nan
-            is predicted when they are used up.
-        error: largest relative error, from 0 to 1.
-
-    Raises:
-        ValueError: ``error`` out of range.
-    """
+    Predicts nan when they are used up. Raises ``ValueError`` if ``error`` is not in [0, 1]."""
 
     def __init__(self, lengths: Iterable[int], error: float, seed: int) -> None:
         if not (isfinite(error) and 0 <= error <= 1):
@@ -293,9 +257,8 @@ LEAST_ENDED: Final = 20
 replace its class's."""
 
 UNSEEN: Final = 2.0
-"""An output longer than all observed ones is assumed to be this many times as long as the longest:
-of 20 outputs with an exponential tail the longest has 3.6 times their mean on average, and the 0.99
-quantile is 4.6 times."""
+"""An output beyond all observed ones is assumed to be this many times the longest: of 20 outputs
+with an exponential tail it is 3.6 means on average, and the 0.99 quantile 4.6 means."""
 
 EVERY: Final = 8
 """Once :data:`LEAST_ENDED` are known, outputs are counted in groups of this size."""
@@ -312,13 +275,8 @@ _DIGITS: Final = 9
 
 
 class OutputLength(NamedTuple):
-    """What is expected of an output.
-
-    Attributes:
-        mean: expected tokens, for what it takes of a replica.
-        bound: tokens that a stated share of such outputs stay within, for what is guaranteed; at
-            least ``mean``.
-    """
+    """What is expected of an output: its ``mean`` tokens, and the ``bound``, at least the mean,
+    that a stated share of such outputs stays within, for promises."""
 
     mean: float
     bound: float
@@ -331,20 +289,12 @@ UNKNOWN: Final = OutputLength(UNKNOWN_OUTPUT_TOKENS, UNSEEN * UNKNOWN_OUTPUT_TOK
 class OutputLengths:
     """Learns the lengths of outputs by service class and tenant, from how requests ended.
 
-    A tenant counts by its own outputs from :data:`LEAST_ENDED` on, and by its class before. Until a
-    class has as many, one output of :data:`UNKNOWN_OUTPUT_TOKENS` counts as seen, too. A class
-    whose distribution is stated learns nothing. The prompt is not looked at: 002 goes by the task
-    alone.
+    A tenant counts by its own outputs from ``LEAST_ENDED`` on, and by its class before; until a
+    class has as many, one of ``UNKNOWN_OUTPUT_TOKENS`` is added. A class with a stated distribution
+    learns nothing. ``O(1)`` to ask, ``O(MEMORY log MEMORY)`` for ``EVERY`` outputs to learn,
+    bounded memory.
 
-    ``O(1)`` to ask, ``O(MEMORY log MEMORY)`` for :data:`EVERY` outputs to learn. Memory is bounded.
-
-    Args:
-        level: share of the outputs that stay within the bound, in (0, 1).
-        stated: distribution by service class.
-
-    Raises:
-        ValueError: ``level`` is not in (0, 1).
-    """
+    Raises ``ValueError`` if ``level``, the share of outputs within the bound, is not in (0, 1)."""
 
     def __init__(
         self, level: float = 0.99, stated: Mapping[str, LengthDistribution] | None = None
@@ -364,13 +314,8 @@ class OutputLengths:
         return len(self._classes) + len(self._tenants)
 
     def expected(self, service_class: str, tenant: int = 0, most_tokens: int = 0) -> OutputLength:
-        """What is expected of an output.
-
-        Args:
-            service_class: of the request.
-            tenant: as in :class:`~sluice.scheduling.request.job.RouteQuery`; 0: no tenant is known.
-            most_tokens: maximum output length; 0 if unknown.
-        """
+        """What is expected of an output of at most ``most_tokens`` (0: unknown). ``tenant`` 0:
+        unknown."""
         found = self._stated.get(service_class)
         if found is None:
             seen = self._tenants.get((service_class, tenant))
@@ -388,9 +333,8 @@ class OutputLengths:
         return self.expected(query.slo.service_class, query.tenant, query.output_tokens)
 
     def observe(self, service_class: str, tenant: int, tokens: int, ended: bool) -> None:
-        """Learn from an output that had ``tokens`` when it ended by itself, or else when it was cut
-        off. Empty outputs are ignored, and so are classes with an empty name or one that is too
-        long."""
+        """Learn from an output of ``tokens`` that ended by itself or was cut off. Empty outputs and
+        class names that are empty or too long are ignored."""
         if tokens < 1 or not 0 < len(service_class) <= MAX_TASK_NAME:
             return
         if service_class in self._stated:
@@ -431,17 +375,12 @@ class _Seen:
 
 
 def length_of(tokens: NDArray[np.int32], ended: NDArray[np.bool_], level: float) -> OutputLength:
-    """What outputs of these lengths say of the next one; of those not ``ended``, that they would
-    have been longer.
+    """What outputs of these lengths say of the next one; those not ``ended`` would have been
+    longer. At least one has ended.
 
-    The bound is that of split conformal prediction: the ``level * (n + 1) / n`` quantile of ``n``
-    known lengths. Where so few are known that it lies beyond them, or where those beyond the
-    quantile were cut off, it is :data:`UNSEEN` times the longest. In the mean, what was cut off
-    later than all others ended counts as ended there (Efron 1967).
-
-    Args:
-        tokens: of each output, at least one of which has ended.
-    """
+    The bound is the ``level * (n + 1) / n`` quantile (split conformal prediction), or ``UNSEEN``
+    times the longest where it lies beyond the known lengths. In the mean, what was cut off later
+    than all others ended counts as ended there (Efron 1967)."""
     order = np.lexsort((~ended, tokens))
     lengths, known = tokens[order], ended[order]
     at_risk = np.arange(len(lengths), 0, -1)

@@ -1,7 +1,5 @@
-"""One decision: what is guaranteed, where the request goes, and what that takes of the fleet.
-
-The controller makes it for real requests and the simulator for simulated ones.
-"""
+"""One decision: what is promised, where the request goes, and what that takes of the fleet; for the
+controller and the simulator alike."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -69,13 +67,8 @@ def job_of(
     kv_transfer_s: float | None = None,
     moved: bool = False,
 ) -> Job:
-    """The query on ``rows``, with ``output_tokens`` expected.
-
-    Args:
-        kv_transfer_s: time from the end of its prompt on a prefill replica to its first token on
-            another one; ``None``: prefill replicas among them would serve it whole.
-        moved: see :class:`~sluice.scheduling.request.job.Job`.
-    """
+    """The query on ``rows``. ``kv_transfer_s``: from the end of its prompt on a prefill replica to
+    its first token elsewhere; ``None``: prefill replicas would serve it whole."""
     moved = moved or query.brings_kv
     if moved:
         cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
@@ -94,12 +87,8 @@ def job_of(
 
 
 def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) -> Reservation:
-    """The reservation of a job at its replica number ``chosen``.
-
-    Args:
-        ids: replica of each row of the fleet.
-        promised: whether it counts like a guaranteed request.
-    """
+    """The reservation of a job at its replica number ``chosen``; ``ids`` are the replicas of all
+    rows."""
     query = job.query
     cached = float(job.cached_tokens[chosen])
     new = max(1.0, query.prompt_tokens - cached)
@@ -121,13 +110,9 @@ def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) ->
 
 
 def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Floats, Floats]:
-    """What a prompt costs on each of ``rows``: the tokens that need not be computed, the time of
-    its prefill, and the time before it in which KV is looked for elsewhere, and loaded from the
-    memory of the host, seconds.
-
-    Loading takes no compute, so it delays only this prompt. It is counted where the prompt is done
-    earlier with it than if the tokens were computed.
-    """
+    """Of a prompt on each of ``rows``: tokens that need not be computed, time of its prefill, and
+    time before it to find and load KV, seconds. Loading takes no compute and delays only this
+    prompt, so it counts only where it is faster than computing the tokens."""
     # The edge's count of the prompt is an estimate, too.
     prompt = float(query.prompt_tokens)
     cached = np.zeros(len(rows))
@@ -162,11 +147,11 @@ def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Flo
 
 LEAST_SPARE = 1.25
 """The shares follow a replica's current load if it would end this many times sooner than required.
-Otherwise they are those of an idle replica, so that admission can tell "never" from "not now"."""
+Otherwise they are those of an idle replica, so that "never" and "not now" differ in admission."""
 
 MOST_FIRST = 2.0
 """The first token gets at most this many times its predicted time, so that slack goes to the
-pace."""
+TPOT."""
 
 LEAST_FIRST = 0.1
 """But at least this share of the whole time, where that is ample: a short prompt of a long answer
@@ -176,17 +161,11 @@ _LEAST_S = 1e-9
 
 
 def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SLO:
-    """The objective of ``query`` with its end-to-end time shared out; itself where it states none.
+    """The objective of ``query`` with its end-to-end time shared out as at the replica that would
+    end first; itself where it states none. ``tokens`` bounds the output. ``O(rows)``, vectorised.
 
-    The shares are those of the replica that would end first. A TTFT or TPOT that is stated and
-    tighter stays, and leaves the rest to the other. The end-to-end time itself is gone from the
-    result: a replica that expects a longer output than ``tokens`` would make earlier deadlines of
-    it than those that were guaranteed. ``O(rows)``, vectorised.
-
-    Args:
-        tokens: bound of the output's length, >= 1.
-        fleet: what the replicas have to do.
-        rows: of the fleet, those that may serve it; at least one.
+    A tighter stated TTFT or TPOT stays and leaves the rest to the other. The end-to-end time is
+    gone from the result: a replica that expects a longer output would make earlier deadlines of it.
     """
     ttft_s, tpot_s, e2e_s, _ = query.slo.columns
     if e2e_s == inf:
@@ -218,11 +197,9 @@ def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SL
 def quickest(
     figures: Floats, pieces: Floats, rows: Ints, prompt_tokens: float, later: float
 ) -> tuple[float, float, float, float]:
-    """The predicted time of the whole answer, ``later`` tokens behind the first one, at the replica
-    that would end first, and of the first token there; then both as if all of them were idle.
-
-    Nothing of the prompt counts as cached, and the context of the decode is that half-way through.
-    """
+    """Predicted time of the answer, with ``later`` tokens behind the first, at the replica that
+    would end first, and of its first token; then both as if all were idle. Nothing counts as
+    cached."""
     busy_s = idle_s = inf
     busy_first_s = idle_first_s = 0.0
     for row in rows:
@@ -260,12 +237,8 @@ MOST_TOGETHER: Final = MOST_NEW
 
 
 class Turn(NamedTuple):
-    """When and where to decide on one of several requests.
-
-    Attributes:
-        number: of the request in the order given.
-        row: of the replica that is to guarantee it; ``None``: the routing policy chooses.
-    """
+    """When and where to decide on one of several requests: its ``number`` in the order given and
+    the ``row`` of the replica that is to promise it; ``None``: the routing policy chooses."""
 
     number: int
     row: int | None = None
@@ -277,17 +250,9 @@ def plan(
     admission: AdmissionPolicy,
     choose: Callable[[Job, Fleet], int],
 ) -> dict[int, int]:
-    """The replica's row of each request that is to be guaranteed, by its index; empty where all can
-    be guaranteed one by one. Leaves nothing reserved.
-
-    A test and a reservation for each request, and a choice of the policy for each replica that
-    could guarantee some.
-
-    Args:
-        jobs: at most :data:`MOST_TOGETHER`, with their indexes. Each is made when the ones before
-            it are reserved.
-        choose: among the replicas that can guarantee a job.
-    """
+    """The replica's row of each request that is to be promised, by its index; empty where all can
+    be promised one by one. Leaves nothing reserved. Takes at most ``MOST_TOGETHER`` jobs, each made
+    when the ones before it are reserved."""
     asked: dict[int, Job] = {}
     rows: dict[int, int] = {}
     for index, job in jobs:
@@ -330,16 +295,14 @@ class DecisionInputs(NamedTuple):
     """The inputs of a decision. They do not change later, so they may be stored.
 
     Attributes:
-        job: the request, with its work on each replica that could have been chosen to serve or
-            prefill it.
+        job: the request on each replica that could have been chosen to serve or prefill it.
         ids: replica of each row of the fleet.
         known: number of known replicas, including ineligible ones.
-        promises: what each replica of the job could guarantee; ``None`` where nothing was asked.
+        promises: of each replica of the job; ``None`` where nothing was asked.
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
-            decided or nothing was guaranteed; else ``None``.
+            decided or nothing was promised; else ``None``.
         second: the decode choice, if the request could be split.
-        untried: rows of the quarantined replicas that were to be tried.
-    """
+        untried: rows of the quarantined replicas that were to be tried."""
 
     job: Job
     ids: Sequence[str]
@@ -351,14 +314,8 @@ class DecisionInputs(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a decision is about.
-
-    Attributes:
-        job: the request on the replicas that are asked, of ``among`` where it could be served.
-        second: the decode choice, if it could be split.
-        wanted: the admission policy, if it is to be promised.
-        stated, planned: its objective, and by when that is planned.
-    """
+    """What a decision is about: the job, the decode choice if it could be split, the admission
+    policy if it is to be promised, its objective, and by when that is planned."""
 
     job: Job
     second: DecodeChoice | None
@@ -369,15 +326,8 @@ class _Asked(NamedTuple):
 
 
 class _Tested(NamedTuple):
-    """What replicas can promise.
-
-    Attributes:
-        job: the request on the replicas that were tested. promises: of each of them.
-        apart: the job by the plan of each replica with margins of its own, and that plan, by its
-            place in ``job``.
-        able: whether one of them may promise it.
-        over_share: one could, but its tenant is over its share.
-    """
+    """What replicas can promise. ``apart``: the job by the plan of each replica with margins of its
+    own, by its place in ``job``; ``over_share``: only the tenant's share forbids it."""
 
     job: Job
     promises: Promises
@@ -393,41 +343,29 @@ class Placer:
     """Decides by one admission and one routing policy, and reserves.
 
     A request without an objective, or whose objective no replica can promise, is served as best
-    effort if it may be: by the replica with the least work ahead, of both tiers.
+    effort if it may be, by the replica with the least work ahead, of both tiers. Where not every
+    request can be promised, tenants have fair shares (``tenancy.fair_shares``), and new requests
+    leave capacity for retries (``placement.retry_after``).
 
-    With prefill/decode disaggregation, a request that may be split (``prefill_key``) goes to a P/D
-    pair or whole to a mixed replica. The choice of the decode replica does not depend on the
-    prefill replica, so it is made first: among the decode replicas that can promise their part, by
-    :meth:`RoutingPolicy.choose_decode`. Then mixed and prefill replicas are compared in one
-    decision, each by its part. A prefill replica can promise the request if the decode replica can,
-    and if its prefill ends before the first token is due by the time of the KV transfer and of
-    ``TRANSFER_STEPS``. A request that must be served whole goes to a mixed replica; without mixed
-    replicas, to a decode replica; without either, to any.
+    With prefill/decode disaggregation the decode replica is chosen first, as it does not depend on
+    the prefill replica; then mixed and prefill replicas are compared in one decision, each by its
+    part. A prefill replica's prefill must end before the first token is due by the KV transfer and
+    ``TRANSFER_STEPS``. A request that must be served whole goes to a mixed replica, else to a
+    decode replica, else to any.
 
-    Where not every request can be promised, tenants have fair shares
-    (:mod:`sluice.scheduling.tenancy.fair_shares`), and new requests leave capacity for the retries
-    of refused ones (:mod:`sluice.scheduling.placement.retry_after`).
-
-    A quarantined replica gets requests only where no other is left, and then without a promise; but
-    when its trial is due, it gets the next request that it could serve.
-
-    A promised request that moves (``moves_from``) goes to another replica that can promise the
-    rest of its objective. If there is none, it stays without side effects. A running stream
-    (``brings_kv``) is decided on as one whose KV arrives after the predicted transfer; without a
-    promise it may go to any other replica.
+    A quarantined replica gets requests, without a promise, only where no other is left; when its
+    trial is due, it gets the next one that it could serve. A promised request that moves goes only
+    where the rest of its objective can be promised, and else stays without side effects. A running
+    stream is decided on as one whose KV arrives after the predicted transfer.
 
     Args:
-        fleet: the replica table; decisions are reserved in it.
         routing: chooses among the replicas that can promise the request; without admission, among
             all.
-        admission: decides which replicas can promise it; ``None``: nothing is promised, and only
-            requests that ask for best effort get it.
+        admission: ``None``: nothing is promised, and only requests that ask for best effort get it.
         on_decision: receives the inputs of each decision with at least one replica to choose.
         calibration: by how much earlier than due a promise is planned; ``None``: not earlier.
         lengths: observed output lengths; ``None``: none are known.
-        cold_start: decides while a model that may have no replica has none; ``None``: it always has
-            some.
-    """
+        cold_start: decides while a model has no replica; ``None``: it always has some."""
 
     def __init__(
         self,
@@ -454,10 +392,9 @@ class Placer:
         """Retry times of refused requests."""
 
     def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
-        """In which order to decide on queries that wait together, at most
-        :data:`MOST_TOGETHER`, and where each is to be promised: the best set first, see
-        :func:`plan`. In the order given where the admission policy does not choose among several,
-        with P/D roles, and for a single query."""
+        """In which order to decide on at most ``MOST_TOGETHER`` waiting queries, and where each is
+        to be promised: the best set first (``plan``), or as given where the policy does not choose
+        sets, with P/D roles, and for a single query."""
         turns, admission = list(map(Turn, range(len(queries)))), self._admission
         if len(queries) < 2 or admission is None or not admission.selects or self._fleet.has_roles:
             return turns
@@ -760,9 +697,9 @@ class Placer:
             self._on_decision(DecisionInputs(job, ids, known, promises, ahead_s, second, untried))
 
     def _choose(self, job: Job, choose: Callable[[Job, Fleet], int], at: int | None = None) -> int:
-        """A place among the job's replicas: ``at``, or one that is to be tried, or else what
-        ``choose`` says. A quarantined replica is tried with the next request that it could serve,
-        for else it might never be chosen; not with one that has failed elsewhere or moves."""
+        """A place among the job's replicas: ``at``, else a quarantined one to be tried, which might
+        never be chosen otherwise, else by ``choose``. Requests that failed elsewhere or move try
+        none."""
         if at is not None and at in job.rows:
             return int(np.searchsorted(job.rows, at))
         untried = self._fleet.untried
@@ -806,8 +743,7 @@ class Placer:
 
     def _reserve_pair(self, job: Job, chosen: int, second: DecodeChoice, made: Reservation) -> None:
         """Reserve its prefill at one replica, as ``made`` less the KV transfer, and its decode at
-        another, where it arrives when its prompt is computed: by its due time, or as predicted from
-        the work ahead, whichever is later."""
+        another from when its prompt is due or predicted, whichever is later."""
         fleet, query = self._fleet, job.query
         due_s = job.due_s - second.kv_transfer_s
         prefill = made._replace(due_s=due_s, tpot_s=inf, output_tokens=1.0)

@@ -1,28 +1,18 @@
 """Observed against predicted TTFTs, and how reliable the resulting forecasts are.
 
-Admission predicts a time to the first token. What a client sees lies above or below, by HTTP, the
-edge, neighbours and what the step-time model does not know. Of each guarantee that ended the
-*ratio* is observed over predicted time, and the ratios of the past are taken for the distribution
-of those to come: the next one lies below the ``k``-th smallest of ``n`` with probability ``k / (n +
-1)`` if their order tells nothing (split conformal prediction; Vovk, Gammerman & Shafer 2005,
-section 4.2). So the median of the ratios times the prediction is a time that half of the requests
-keep.
+The *ratio* of a promise that ended is observed over predicted time. The next one lies below the
+``k``-th smallest of ``n`` with probability ``k / (n + 1)`` if their order carries no information
+(split conformal prediction; Vovk, Gammerman & Shafer 2005, section 4.2). Each forecast is checked:
+the share of observations below each quantile is the reliability curve, ideally its diagonal.
 
-Whether that is true is measured, not believed: each forecast is kept as it was made, and when its
-request has ended it is noted between which of its quantiles the observation lies. The share of the
-observations below each quantile is the reliability curve; a true forecast lies on its diagonal.
+Our reading: a ratio depends on the replica, on the size of the prediction (20 ms of HTTP are much
+of 50 ms and little of two seconds) and on the promised bound, as an engine that schedules by
+deadlines uses the time that it has. So each has ratios of its own, sizes in steps of four; with too
+few, those of all replicas are taken, then the prediction as it is. A promise is kept with a
+probability of its level, so no quantile up to that lies beyond the bound.
 
-Our reading: a ratio depends on the replica (its neighbours, its model's error), on the size of the
-prediction (20 ms of HTTP are much of 50 ms and little of two seconds), and on the guaranteed bound:
-an engine that schedules by deadlines uses the time that it has, so a request with half a minute
-says nothing of one with a second. So each of them has ratios of its own, sizes in steps of four.
-Where a replica has too few, those of all replicas for the sizes are taken; where these are too few
-as well, the prediction as it is. A guarantee is kept with a probability of its level, so no
-quantile up to that lies beyond the bound.
-
-These forecasts are for clients that receive a predicted time, and for monitoring. The margin of a
-guarantee is learned separately (:mod:`sluice.scheduling.placement.calibration`).
-"""
+For clients that receive a predicted time, and for monitoring; margins are learned in
+``calibration``."""
 
 from __future__ import annotations
 
@@ -55,14 +45,9 @@ _LEAST_S: Final = 0.001
 
 
 class Forecast(NamedTuple):
-    """When a first token is expected.
-
-    Attributes:
-        predicted_s: what admission predicted, from the decision on, seconds.
-        ratios: by what that is multiplied at each of :data:`QUANTILES`; ``None``: too little is
-            known to say.
-        bound_s: by when it is guaranteed, seconds from the decision; infinite where it is not.
-    """
+    """When a first token is expected, seconds from the decision on: ``predicted_s`` times each of
+    ``ratios``, at ``QUANTILES`` (``None``: too little is known). ``bound_s`` is infinite without a
+    promise."""
 
     predicted_s: float
     ratios: tuple[float, ...] | None = None
@@ -105,11 +90,8 @@ class Curve:
 
 
 class Reliability:
-    """Forecasts by what was observed before, and how they turned out. Memory is bounded.
-
-    Args:
-        level: share of the guarantees that are to be kept.
-    """
+    """Forecasts by what was observed before, and how they turned out. Memory is bounded. ``level``
+    is the share of the promises that are to be kept."""
 
     def __init__(self, level: float = 0.99) -> None:
         self._level = level
@@ -117,7 +99,7 @@ class Reliability:
         self._curves: OrderedDict[str | None, Curve] = OrderedDict()
 
     def forecast(self, replica_id: str, predicted_s: float, bound_s: float = inf) -> Forecast:
-        """What ``predicted_s`` at this replica means for a first token that is guaranteed within
+        """What ``predicted_s`` at this replica means for a first token that is promised within
         ``bound_s``. ``O(1)``."""
         forecast = Forecast(predicted_s, None, bound_s)
         kind = _kind(forecast)

@@ -1,27 +1,18 @@
 """Retry times of refused requests, and the capacity reserved for their retries.
 
-Admission predicts when there would be capacity if no other request arrived. But others arrive, and
-all requests refused at one moment would get the same time and collide again. So each tenant has a
-*retry queue* of refused requests. The next refused request gets a later time, by the tokens in the
-queue and the tenant's rate of guaranteed tokens. A request that retries at its time finds capacity,
-as the tenant's new requests must leave it. That is a reservation with backfilling (Lifka, *The
-ANL/IBM SP scheduling system*, JSSPP 1995): a new request may pass if it delays no request whose
-time is near.
+Requests refused at one moment would all get the same time and collide again. So each tenant has a
+*retry queue*, and the next refused request gets a later time, by the tokens in the queue and the
+tenant's rate of promised tokens. New requests of the tenant leave capacity for retries at their
+time: a reservation with backfilling (Lifka, *The ANL/IBM SP scheduling system*, JSSPP 1995).
 
-The right length of the queue and the share of requests that retry are unknown. Both are learned
-from retries. A reservation that expires unused lowers the weight of the whole queue, so a burst of
-clients that never retry is forgotten soon after its first times. Each retry at its time is a test.
-It moves the logarithm of a factor on all times of the queue: up by a share :data:`LEVEL` of a gain
-if the retry was refused, down by the rest of the gain if it was guaranteed. So in the long run a
-share ``LEVEL`` of the retries is guaranteed, unless a bound of the factor or :data:`HORIZON_S`
-limits it (adaptive conformal inference, Gibbs & Candès 2021, eq. 2, with the logarithm of a factor
-in place of the level of a quantile).
+A reservation that expires unused lowers the weight of the whole queue, so clients that never retry
+are soon forgotten. Each retry at its time is a test that moves the logarithm of a factor on all
+times of the queue: up by a share ``LEVEL`` of a gain if it was refused, down by the rest if it was
+promised. So in the long run a share ``LEVEL`` of the retries is promised, within bounds of the
+factor and ``HORIZON_S`` (adaptive conformal inference, Gibbs & Candès 2021, eq. 2).
 
-A test comes late: the requests in the queue got their times by the factor of when they joined. If
-each of them moved the factor by the maximum step of a single test, it would keep moving for the
-length of the queue, and swing between times far too short and far too long. So all tests of a queue
-together move it by :data:`GAIN`, or less with few requests.
-"""
+A test comes late, as the queue got its times by earlier factors; full steps would make the factor
+swing. So all tests of a queue together move it by ``GAIN``, or less with few requests."""
 
 from __future__ import annotations
 
@@ -36,7 +27,7 @@ from sluice.scheduling.recent import used
 from sluice.scheduling.request.job import RouteQuery
 
 LEVEL: Final = 0.9
-"""Target share of retries at their time that are guaranteed: above the wanted four fifths, as the
+"""Target share of retries at their time that are promised: above the wanted four fifths, as the
 result of a retry is learned only after it."""
 
 HORIZON_S: Final = 600.0
@@ -58,7 +49,7 @@ LEAST_FACTOR, MOST_FACTOR = 0.1, 64.0
 """Bounds of the factor."""
 
 MEMORY_S: Final = 10.0
-"""Time constant of a tenant's rate of guaranteed tokens, seconds: it forgets ``1 - 1/e`` in it."""
+"""Time constant of a tenant's rate of promised tokens, seconds: it forgets ``1 - 1/e`` in it."""
 
 SHOWING: Final = 0.05
 """How far one reservation moves the share of reservations that are used. The share starts at a
@@ -96,18 +87,11 @@ class _Slot:
 
 
 class Line:
-    """The retry queue of one tenant: refused requests with a retry time.
+    """The retry queue of one tenant: refused requests with a retry time, monotonic seconds.
 
-    ``O((AHEAD_S + GRACE_S) / _SLOT_S)`` per query, ``O(1)`` per change, and amortised ``O(1)`` for
-    each unused reservation; after silence all slots up to the horizon are checked once.
-
-    Args:
-        now_s: the time, in monotonic seconds of the caller's clock like all times here.
-
-    Attributes:
-        factor: on all times of the queue.
-        showing: share of the reservations that are used.
-    """
+    ``O((AHEAD_S + GRACE_S) / _SLOT_S)`` per query, amortised ``O(1)`` per change; after silence all
+    slots up to the horizon are checked once. ``factor`` is on all times of the queue; ``showing``
+    is the share of the reservations that are used."""
 
     def __init__(self, now_s: float) -> None:
         self.factor = 1.0
@@ -126,9 +110,8 @@ class Line:
         return len(self._places)
 
     def kept_tokens(self, name: Hashable, now_s: float) -> float:
-        """Prompt tokens for which a new request must leave capacity: the expected tokens of the
-        near reservations. 0 for a request with a reservation, such as one that waits at the edge
-        and asks early."""
+        """Prompt tokens for which a new request must leave capacity: the expected tokens of near
+        reservations. 0 for a request with a reservation."""
         if self._find(name, now_s) is not None or not self._places:
             return 0.0
         last = int((now_s + AHEAD_S) / _SLOT_S)
@@ -136,7 +119,7 @@ class Line:
         return sum(slot.prompt_tokens for slot in slots if slot is not None) * self.showing
 
     def promised(self, name: Hashable, tokens: float, now_s: float) -> bool:
-        """Record that a request of ``tokens`` was guaranteed; return whether it had a
+        """Record that a request of ``tokens`` was promised; return whether it had a
         reservation."""
         place = self._find(name, now_s)
         passed_s = min(now_s - self._counted_s, _MOST_GAP_S)
@@ -151,13 +134,9 @@ class Line:
     def refused(
         self, name: Hashable, prompt_tokens: float, tokens: float, wait_s: float, now_s: float
     ) -> tuple[float, bool]:
-        """Record a refused request, for which there would be capacity after ``wait_s`` without new
-        arrivals.
-
-        Returns:
-            The time until its retry, and whether this was a retry at its time. A request that asks
-            earlier gets the same retry time.
-        """
+        """Record a refused request, for which there would be capacity after ``wait_s`` without
+        arrivals. Returns the time until its retry, and whether this was a retry at its time; an
+        earlier one keeps its time."""
         place = self._find(name, now_s)
         if place is not None:
             if place.due_s > now_s + LEAST_WAIT_S:
@@ -217,11 +196,8 @@ class Line:
 
 
 class RetryAfter:
-    """The retry queues of all tenants.
-
-    Attributes:
-        held, missed: retries at their time that were guaranteed, and that were refused.
-    """
+    """The retry queues of all tenants. ``held`` and ``missed`` count retries at their time that
+    were promised and refused."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -234,20 +210,15 @@ class RetryAfter:
         return line.kept_tokens(name_of(query), now_s) if line is not None and len(line) else 0.0
 
     def promised(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
-        """Record that ``query`` is guaranteed, with its expected output length."""
+        """Record that ``query`` is promised, with its expected output length."""
         tokens = query.prompt_tokens + output_tokens
         self.held += self._line(query.tenant, now_s).promised(name_of(query), tokens, now_s)
 
     def refused(
         self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float
     ) -> float:
-        """Time until a refused request should retry, seconds, at least ``LEAST_WAIT_S``.
-
-        Args:
-            query: the request. output_tokens: expected length of its output.
-            wait_s: predicted time until there is capacity for it, without new arrivals.
-            now_s: the time.
-        """
+        """Time until a refused request should retry, seconds, at least ``LEAST_WAIT_S``. ``wait_s``
+        is the predicted time until there is capacity without new arrivals."""
         line, prompt = self._line(query.tenant, now_s), float(query.prompt_tokens)
         told_s, came = line.refused(name_of(query), prompt, prompt + output_tokens, wait_s, now_s)
         self.missed += came
@@ -258,8 +229,7 @@ class RetryAfter:
 
 
 def name_of(query: RouteQuery) -> Hashable:
-    """The identity of a request across retries, which have other keys: the client's own id of it,
-    or else its prompt prefix, or, if the prompt is too short for a hash, its length. Requests that
-    agree in all of these count as one."""
+    """The identity of a request across retries, which have other keys: the client's own id, or else
+    its prompt prefix, or its length if too short for a hash. Equal ones count as one."""
     known = query.client_request_id or tuple(query.prefix) or query.prompt_tokens
     return known, query.session, query.output_tokens, query.slo.service_class

@@ -26,11 +26,9 @@ _PROMISED, _BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFF
 def warm_up_placement(
     make_routing: Callable[[], RoutingPolicy], make_admission: Callable[[], AdmissionPolicy | None]
 ) -> None:
-    """Run every compiled loop of placement and of its metrics once, with policies of its own and on
-    a toy fleet, of more replicas than a policy tests first.
-
-    Some seconds of one core with nothing compiled yet, less than one with the machine code on disk.
-    """
+    """Run every compiled loop of placement and its metrics once, on a toy fleet of more replicas
+    than a policy tests first. Some seconds of one core if nothing is compiled yet, else less than
+    one."""
     fleet = Fleet()
     for index in range(NEAREST + 1):
         fleet.report(str(index), _report(), 0.0)

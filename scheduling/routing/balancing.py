@@ -40,15 +40,10 @@ class PABBalancing(RoutingPolicy):
     """Takes the replica with the largest prefill admission budget. ``O(replicas log n)``, with
     ``n`` requests at a replica.
 
-    The paper sends a request to "a suitable node with sufficient budget" and leaves open which node
-    if several suffice, and what happens if none does. We take the replica with the most time left
-    after the request's own prefill in both cases: if any replica suffices, this one does, and the
-    choice keeps the head-room balanced; if none does, this one is late by the least. So tokens of
-    the prompt in a replica's cache count, and the speed of each replica. The horizon is the
-    request's own TTFT, or 1 s where it states none. Ties go to fewer
-    requests, then to the first in the list. The caller counts the prompt at the chosen replica at
-    once.
-    """
+    The paper takes "a suitable node with sufficient budget" and says neither which nor what happens
+    without one. We take the one with the most time left after the request's own prefill, so its
+    cached tokens and the replica's speed count; the horizon is its own TTFT, or 1 s. Ties go to
+    fewer requests, then to the first. The caller counts the prompt there at once."""
 
     name = "pab"
     source = "FairBatching §3.4 (PAB-LB)"
@@ -92,10 +87,8 @@ class PowerOfTwoOptions(PolicyOptions):
 
 
 class PowerOfTwo(RoutingPolicy):
-    """Draws two different replicas and takes the one with fewer requests. ``O(1)``.
-
-    Requests are those waiting, running and on their way; on a tie the first one drawn wins.
-    """
+    """Draws two different replicas and takes the one with fewer requests, waiting, running and on
+    their way; on a tie the first one drawn. ``O(1)``."""
 
     name = "power_of_two"
     source = "Mitzenmacher, The power of two choices in randomized load balancing (TPDS 2001)"
@@ -125,18 +118,13 @@ class PowerOfTwo(RoutingPolicy):
 
 
 class LeastWork(RoutingPolicy):
-    """Takes the replica where this prompt's prefill is done first, if all prefill there is served
-    in order of arrival; with a separate decode replica, the time of the KV transfer counts too.
+    """Takes the replica where this prompt's prefill is done first in order of arrival, the KV
+    transfer to a decode replica included; ties go to fewer requests, then to the first.
     ``O(replicas)``.
 
-    The score is the predicted time of the prefills ahead, minus the work done since the report,
-    plus the time of this prompt, over the share of the time that the decodes leave. It is a time,
-    not a number of tokens: a faster replica, or one with fewer decodes, takes more requests. It
-    includes prefix affinity: a replica with the prompt's prefix in its cache saves that time, and
-    is chosen while its queue is longer than the others' by at most that time.
-
-    Ties go to fewer requests, then to the first in the list.
-    """
+    The score is predicted time over the share that the decodes leave, not tokens, so faster
+    replicas take more. A replica with the prompt's prefix is chosen while its queue is longer by at
+    most what the cache saves."""
 
     name = "least_work"
     source = "join the shortest queue, in predicted seconds; ours"
@@ -152,7 +140,7 @@ class LeastWork(RoutingPolicy):
 
 
 def prefill_share(figures: Floats) -> Floats:
-    """The share of each replica's time that is left for prefill if all guaranteed decodes run one
+    """The share of each replica's time that is left for prefill if all promised decodes run one
     step per shortest TPOT; ``figures`` is ``float64[n, FIGURES]``."""
     step_s = figures[:, FIXED_S] + figures[:, DECODE_S]
     # An infinite pace: no decode limits the share.
@@ -172,19 +160,13 @@ def done_s(figures: Floats, now_s: float) -> Floats:
 
 
 class LeastMemory(RoutingPolicy):
-    """Takes the replica with the most KV memory left after the expected need of its requests, that
-    is, their whole prompts and outputs. ``O(replicas)``.
+    """Takes the replica with the most KV memory left, in tokens (Eq. 20), after the expected need
+    of its requests: their whole prompts and outputs. Ties go to the first. ``O(replicas)``.
 
-    The paper assigns a pool of requests at once: each goes to the instance with the largest
-    remaining memory. Once that instance has too little for the next request, the remaining memory
-    of all instances is reset, as later requests run after the ones assigned before. Our reading for
-    requests that arrive one by one: the remaining memory may be negative, and is relative to a
-    reference. While the request fits some replica, the reference is the real memory. When it fits
-    none, a round begins: every replica counts as empty, minus its expected need added since then.
-    The round ends when that memory is used up as well and the next round begins, or when a request
-    fits the real memory again. A replica that joins during a round counts as empty. Memory is
-    counted in tokens (Eq. 20), as blocks may differ in size. Ties go to the first in the list.
-    """
+    The paper assigns a pool at once and resets the remaining memory of all instances when the next
+    request fits none. Our reading for single arrivals: when a request fits no replica, a round
+    begins in which every replica counts as empty, minus its expected need added since then. It ends
+    when that memory is used up as well, or when a request fits the real memory again."""
 
     name = "least_memory"
     source = "SLO-Aware Scheduling for LLM Inferences §4.4 (instance assignment), Eq. 20"
@@ -220,11 +202,9 @@ class LeastMemory(RoutingPolicy):
 
 
 class LeastTokens(RoutingPolicy):
-    """Takes the replica with the fewest tokens to prefill, including the tokens of this prompt that
-    are not in its cache. ``O(replicas)``.
-
-    Ties go to fewer running requests, then to less decode context, then to the first in the list.
-    """
+    """Takes the replica with the fewest tokens to prefill, uncached ones of this prompt included;
+    ties go to fewer running requests, then to less decode context, then to the first.
+    ``O(replicas)``."""
 
     name = "least_tokens"
     source = "join the shortest queue, in units of prefill tokens"

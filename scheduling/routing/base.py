@@ -17,11 +17,8 @@ __all__ = ["Job", "RouteQuery", "RoutingPolicy", "Tier"]
 
 
 class RoutingPolicy(ABC):
-    """Picks a replica for each request. One file, one subclass, one registry line.
-
-    It may keep state between decisions, but is called from one thread. The same calls with the same
-    fleet give the same decisions, unless its options make it draw at random.
-    """
+    """Picks a replica for each request, deterministic unless its options make it draw at random. It
+    may keep state between decisions, but is called from one thread."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -37,19 +34,17 @@ class RoutingPolicy(ABC):
         """The row whose turn was last, where replicas are asked in turn."""
 
     def asked(self, rows: Ints) -> Ints:
-        """The rows, ascending, at which admission tests a request that may be guaranteed; it goes
-        to one of them. Default: all of ``rows``. Called once for such a request, before anything is
-        tested."""
+        """The rows, ascending, at which admission tests a request; it goes to one of them. Default:
+        all. Called once for such a request, before anything is tested."""
         return rows
 
     def nearest(self, job: Job, fleet: Fleet) -> Ints | None:
-        """Indices in ``job.rows``, ascending, of the replicas that are tested first: the request
-        goes to one of these if any can guarantee it, and the others are not tested. Default:
-        ``None``, all are tested."""
+        """Indices in ``job.rows``, ascending, of the replicas that are tested first; the others
+        only if none of these can promise the request. Default: ``None``, all."""
         return None
 
     def choose_able(self, job: Job, fleet: Fleet) -> int:
-        """:meth:`choose` among replicas that all can guarantee the request. Default: the same."""
+        """:meth:`choose` among replicas that all can promise the request. Default: the same."""
         return self.choose(job, fleet)
 
     def take_turn(self, rows: Ints) -> int:
@@ -65,9 +60,8 @@ class RoutingPolicy(ABC):
         where ``job.splits`` is set for that replica."""
 
     def choose_decode(self, job: Job, fleet: Fleet) -> int:
-        """Index in ``job.rows`` of the decode replica for ``job.query``, whose prompt another
-        replica computes. Default: the replica with the most KV blocks that are free and not needed
-        by requests on their way to it, as in ProServe's Algorithm 2."""
+        """Index in ``job.rows`` of the decode replica. Default: the one with the most free KV
+        blocks beyond those that requests on their way need, as in ProServe's Algorithm 2."""
         return most_free_blocks(job, fleet)
 
 

@@ -108,50 +108,35 @@ class GoRouting(RoutingPolicy):
     """Among the replicas with about the maximum gain, takes a lightly loaded one, or else the
     fullest one below a load bound.
 
-    For each replica, with ``Q`` its guaranteed prefills and ``r`` the request:
+    For each replica, with ``Q`` its promised prefills and ``r`` the request:
 
     1. ``exec(Q)``, the time of the queue: ``phi_a(Q)`` (Eq. 8) beside its decodes, or on a prefill
-       replica ``phi_p(Q)``, a batch for each prompt; minus the known time of work since the end of
-       the replica's last step. The budget in ``phi_a`` is the minimum time left to a prefill, at
-       most the minimum TPOT.
-    2. ``gain(Q)``, the priorities of the prefills that end in time in the order of the replica's
-       local policy (:mod:`sluice.scheduling.fleet.local_orders`), each ending when all before it
-       and itself are done. SlideBatching takes urgent ones (less than ``gamma * exec(Q)`` left) by
-       priority per second of work descending, then the others by deadline. Then come the
-       best-effort prefills, by deadline, those that would be late left out.
+       replica ``phi_p(Q)``, a batch for each prompt; minus the work since the last step's end.
+    2. ``gain(Q)``, the priorities of the prefills that end in time in the replica's local order
+       (``fleet.local_orders``; SlideBatching takes urgent ones, less than ``gamma * exec(Q)`` left,
+       by priority per second of work, then the others by deadline), best-effort ones last.
     3. ``delta = gain(Q + r) - gain(Q)``.
 
     Candidates ``C`` have ``delta >= alpha * max delta``. If ``max delta`` is above 0: among the
-    lightly loaded ones in ``C`` (``exec(Q) < mu * TTFT``) the one with the least ``exec(Q)``; else
-    among ``C`` without the heavily loaded ones (``exec(Q + r) > lambda * TTFT``) the one with the
-    **greatest** ``exec(Q)``; else in ``C`` the one with the least. Ties go to the first in the
-    list. The decode replica is the one with the most free KV blocks.
+    lightly loaded in ``C`` (``exec(Q) < mu * TTFT``) the least ``exec(Q)``; else among ``C``
+    without the heavily loaded (``exec(Q + r) > lambda * TTFT``) the **greatest**; else in ``C`` the
+    least. Ties go to the first in the list. Our readings:
 
-    Our readings:
-
-    - Only prefills that could be on time if they were next count in the budget: a late one would
-      pin it, as in :mod:`sluice.scheduling.batching.slidebatching`. The budget is at least twice
-      the fixed time of a step. The minimum TPOT is over the TPOTs that can be met of the decodes
-      and of the prefills in ``Q``, which decode next; for ``Q + r`` also over that of ``r``.
-    - The paper adds ``n_d * b_d``, one step of the decodes, however long the queue is. Here they
-      take the share of each second that their paces need.
-    - Best-effort requests yield to guaranteed ones: ``r`` can make them late, and they add nothing
-      to ``exec(Q)``.
-    - Of two requests that the local order does not distinguish, the one that is due first goes
-      first, before the new one.
-    - Work on requests that the replica has not reported yet has not begun: if a replica has only
-      reservations, nothing is subtracted.
+    - Only prefills that could be on time if they were next count in the budget of ``phi_a``, at
+      least twice the fixed time of a step; a late one would keep it at the minimum. The minimum
+      TPOT is over those that can be met, of decodes and of ``Q``, for ``Q + r`` also of ``r``.
+    - The paper adds one step of the decodes, ``n_d * b_d``, however long the queue is. Here they
+      take the share of each second that their TPOTs need.
+    - Best-effort requests yield to promised ones: ``r`` can make them late, and they add nothing to
+      ``exec(Q)``. Work that a replica has not reported yet has not begun.
     - The weight of a first token is the same for all requests, so it is left out; an infinite
-      deadline is always met. The TTFT is the time from arrival to the first deadline, whichever
-      objective states it.
+      deadline is always met. The TTFT runs from arrival to the first deadline of any objective.
     - The fallback is the paper's ``RANDOMSELECT`` only where ``fallback`` is ``random``.
-    - On a prefill replica the prefill is due before the first token, by the time of the KV transfer
-      and of the first steps on the decode replica. Prefill and mixed replicas may be compared.
-    - Free blocks exclude the blocks that reserved requests on their way will need.
+    - On a prefill replica the prefill is due earlier by the KV transfer and the first steps on the
+      decode replica, so prefill and mixed replicas may be compared.
 
-    For each replica with ``q`` guaranteed prefills of which ``u`` do not go by deadline, and ``b``
-    best-effort ones: ``O(b)`` if the whole queue is on time, else ``O(q + u log u + b)``.
-    """
+    With ``q`` promised prefills of which ``u`` do not go by deadline, and ``b`` best-effort ones:
+    ``O(b)`` if the whole queue is on time, else ``O(q + u log u + b)``."""
 
     name = "go_routing"
     source = "ProServe §4.3, Algorithm 2"
@@ -190,29 +175,17 @@ class GoRouting(RoutingPolicy):
 def gains_of(
     job: Job, fleet: Fleet, gamma: float = 1.0, own: bool = False
 ) -> tuple[Floats, Floats, Floats]:
-    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see :class:`GoRouting`.
-
-    Args:
-        job: the request.
-        fleet: the replica table.
-        gamma: see :class:`GoRoutingOptions`.
-        own: whether each replica counts by the order of its own local policy and with its
-            best-effort requests; else by SlideBatching's, and without them.
-    """
+    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see ``GoRouting``.
+    ``own``: by each replica's local order and with best-effort requests; else by SlideBatching's,
+    without."""
     asked = job.now_s, job.due_s, job.tpot_s, job.query.slo.columns[3]
     found: tuple[Floats, Floats, Floats] = gains(fleet.arrays, job.replicas, asked, gamma, own)
     return found
 
 
 class QueueTime(NamedTuple):
-    """Time of a queue.
-
-    Attributes:
-        total_s: from now on, seconds; may be negative.
-        stretch: of it, per second of work.
-        each_s: of it, per request.
-        offset_s: of it, less work done already.
-    """
+    """Time of a queue from now on, seconds, may be negative: ``total_s``, and of it ``stretch`` per
+    second of work, ``each_s`` per request, and ``offset_s`` less work done already."""
 
     total_s: float
     stretch: float
@@ -378,11 +351,8 @@ def gain_of(
     takes: QueueTime,
     new: Prefill,
 ) -> float:
-    """Sum of the priorities of the prefills that end in time, in the local order: of the queue and,
-    if its priority is above 0, of one more request, ``new``.
-
-    ``dense`` has the prefills that may be urgent, by worth descending.
-    """
+    """Priorities, summed, of the prefills that end in time in the local order, with ``new`` if its
+    priority is above 0. ``dense``: prefills that may be urgent, by worth descending."""
     work_s, due_s, _, priority, _ = new
     urgent_s = urgent_below_s(order, gamma, takes.total_s)
     own_s = due_s - now_s

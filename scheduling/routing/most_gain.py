@@ -31,26 +31,16 @@ class MostGainOptions(PolicyOptions):
 
 class MostGain(RoutingPolicy):
     """Among the replicas with about the maximum gain, takes the one whose queue, with the request,
-    is done first; if no replica gains, the first done among all replicas.
+    is done first; if no replica gains, the first done among all. Ties go to the first in the list.
 
-    Gain and time are GoRouting's (:mod:`sluice.scheduling.routing.go_routing`): the priorities of
-    the prefills that end in time with the request in the queue, minus the same without it. So a
-    replica where the request would be late, or would make requests of greater worth late, is chosen
-    only if there is no better one. GoRouting's packing, which keeps idle replicas free for later
-    requests, is left out. SlideBatching's order is assumed of every replica, and best-effort
-    requests do not count.
+    Gain and time are GoRouting's, with SlideBatching's order assumed everywhere and without
+    best-effort requests; its packing, which keeps idle replicas free, is left out. The time is in
+    seconds, so faster replicas take more requests, and one with the prompt's prefix is chosen until
+    its queue is longer by what the cache saves. A prefill replica counts as one without decodes
+    (``phi_p``), plus the time from the end of the prompt to the first token.
 
-    The time is in seconds and includes the request itself. So a faster replica takes more requests,
-    one that has become slow takes fewer, and one with the prompt's prefix in its cache is chosen
-    until its queue is longer by the time that the cache saves. Ties go to the first in the list.
-
-    A prefill replica counts as one without decodes (GoRouting's ``phi_p``), with the time by which
-    the prompt must be done there as deadline; the time from then to the first token is added to its
-    time.
-
-    Complexity as GoRouting's. Of more than :data:`NEAREST` replicas, only this many are compared if
-    one of them can guarantee the request: those with the least predicted time until its prefill is
-    done, by the sum of the prefills there and the share of each second that decodes leave.
+    Complexity as GoRouting's. Of more than ``NEAREST`` replicas only this many, with the least
+    predicted time until its prefill is done, are compared if one of them can promise the request.
     """
 
     name = "most_gain"

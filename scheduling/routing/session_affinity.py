@@ -33,15 +33,11 @@ class SessionAffinityOptions(PolicyOptions):
 
 class SessionAffinity(RoutingPolicy):
     """Takes the replica that ranks highest for the request's session and has capacity.
-
-    The rank is a hash of the session and the replica's name (rendezvous hashing), so it is the same
-    after a restart, and when a replica leaves, only its own sessions move. A replica has capacity
-    while it would have at most ``ceil((1 + epsilon) * mean)`` requests, the mean with this request
-    included; otherwise the next in rank is taken (bounded loads). At least one replica always has
-    capacity.
-
     ``O(replicas)``. The inner policy places a request without a session.
-    """
+
+    The rank is a hash of session and replica name (rendezvous hashing): a restart keeps it, and a
+    replica that leaves moves only its own sessions. Capacity is at most ``ceil((1 + epsilon) *
+    mean)`` requests, this one included (bounded loads)."""
 
     name = "session_affinity"
     source = (

@@ -42,21 +42,12 @@ class SLOsServeRoutingOptions(PolicyOptions):
 
 
 class SLOsServeRouting(RoutingPolicy):
-    """Tests one replica after the other for whether it can meet the request's objective.
+    """Tests one replica after the other, from the next in turn, at most ``hops``, for whether it
+    can meet the objective (the paper's virtual execution). ``O(log replicas)`` for the turn.
 
-    The first replica is the next in turn (:mod:`sluice.scheduling.routing.balancing`). If its
-    scheduler, run on its mirrored state (the paper's virtual execution), declines, the next one in
-    the list is tested, up to ``hops`` replicas.
-
-    - With admission, that is the virtual scheduler, with its options, and it tests these replicas
-      only. If all decline, the request is handled as one that cannot be guaranteed. As best effort
-      it goes to the one of them with the least work ahead; the paper's goes to the last one. A
-      test reserves nothing, so all of them are made in one call.
-    - Without admission, ``virtual`` tests, and after ``hops`` the backup policy decides among all
-      replicas.
-
-    At most ``hops`` tests, and ``O(log replicas)`` for the turn.
-    """
+    The admission policy, if any, makes all tests in one call, as they reserve nothing. If all
+    decline, best effort goes to the one with the least work ahead; the paper's goes to the last.
+    Without admission, ``virtual`` tests, and then the backup policy decides among all replicas."""
 
     name = "slos_serve"
     source = "SLOs-Serve §4.2 (one-shot sequential routing)"

@@ -1,19 +1,15 @@
-"""Fair shares between tenants: weighted max-min of guaranteed tokens.
+"""Fair shares between tenants: weighted max-min of promised tokens.
 
-A tenant's service is the tokens of its guaranteed requests, prompt and output. While every request
-is guaranteed, there is nothing to share. Otherwise, max-min fairness with weights (Bertsekas and
-Gallager, *Data Networks*, §6.5.2) gives a tenant that asks for less than its share all it asks for,
-and divides the rest by weight: one level of tokens per weight, the water level, uses up the
-capacity for guarantees. The counters behind the water level decay in :data:`WINDOW_S`.
+A tenant's service is the prompt and output tokens of its promised requests. Where not all can be
+promised, max-min fairness with weights (Bertsekas and Gallager, *Data Networks*, §6.5.2) finds one
+level of tokens per weight, the water level, that uses up the capacity. Its counters decay in
+``WINDOW_S``.
 
-The capacity is unknown, requests cannot be split, and a refused request may not retry. So a tenant
-over its share is not blocked until the others have theirs: that would leave idle the capacity that
-they do not ask for. It may get more, but only where there is capacity for one more request beside
-its own, which the next tenant below its share can use. Telephone networks do this with single
-lines, as trunk reservation (Kelly, *Loss networks*, Annals of Applied Probability 1991). The prompt
-length of this reserve is learned: it grows with each refused request of a tenant below its share,
-shrinks with each one that finds capacity, and goes to 0 while there are no such requests.
-"""
+The capacity is unknown and a refused request may not retry, so a tenant over its share is not
+blocked: it gets more where one more request fits beside its own, for the next tenant below its
+share (trunk reservation; Kelly, *Loss networks*, Annals of Applied Probability 1991). The prompt
+length of this reserve grows with each refused request of a tenant below its share, shrinks with
+each that finds capacity, and goes to 0 without such requests."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.kernels import Floats
 
 WINDOW_S = 10.0
-"""Time constant of the counters of tokens asked and guaranteed, seconds: they forget ``1 -
+"""Time constant of the counters of tokens asked and promised, seconds: they forget ``1 -
 1/e``."""
 
 REFRESH_S = 0.1
@@ -47,9 +43,8 @@ REFUSED = 0.01
 """Share of what tenants below their share ask for that is refused where the reserve is right."""
 
 PLACES_PART = 4.0
-"""For :func:`has_room` where slots are shared: maximum slots of a tenant of weight 1, over the free
-slots. One tenant alone gets four fifths of all slots; many together get nearly all, in equal parts.
-"""
+"""For ``has_room`` of slots: a tenant's most, per weight, over the free slots. One alone gets four
+fifths of all; many together nearly all, in equal parts."""
 
 MOST_USUAL = 4.0
 """Maximum reserve, in mean prompts of tenants below their share."""
@@ -70,7 +65,7 @@ _OLDEST = 30.0
 
 
 class _Charge(NamedTuple):
-    """A guarantee that counts: whose, the tokens, and when it was made."""
+    """A promise that counts: whose, the tokens, and when it was made."""
 
     tenant: int
     tokens: float
@@ -78,15 +73,11 @@ class _Charge(NamedTuple):
 
 
 class FairShares:
-    """Counts what tenants ask and are guaranteed, and which must leave capacity to others.
+    """Counts what tenants ask and are promised, and which must leave capacity to others. Times are
+    seconds on one monotonic clock of the caller's.
 
     ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second; ``O(n)`` for a tenant
-    that replaces another one. All times are seconds on one monotonic clock of the caller's.
-
-    Args:
-        most_tenants: see :data:`MOST_TENANTS`.
-        most_keys: see :data:`MOST_KEYS`.
-    """
+    that replaces another one."""
 
     def __init__(self, most_tenants: int = MOST_TENANTS, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
@@ -116,7 +107,7 @@ class FairShares:
         return len(self._slots)
 
     def reserve_tokens(self, tenant: int, now_s: float) -> float:
-        """Prompt tokens for which there must be capacity beside a new guarantee to ``tenant``; 0
+        """Prompt tokens for which there must be capacity beside a new promise to ``tenant``; 0
         for a tenant that is not over its share."""
         slot = self._slots.get(tenant)
         if slot is None or self._reserve <= 0.0:
@@ -128,7 +119,7 @@ class FairShares:
         return reserve if reserve >= 1.0 else 0.0
 
     def promise(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
-        """A request is guaranteed its objective; its output is expected to be so long."""
+        """A request is promised its objective; its output is expected to be so long."""
         tokens = query.prompt_tokens + output_tokens
         scale, slot = self._scale(now_s), self._slot(query)
         if len(self._slots) > 1:
@@ -146,14 +137,9 @@ class FairShares:
     def refuse(
         self, query: RouteQuery, output_tokens: float, now_s: float, again: bool, over_share: bool
     ) -> None:
-        """A request is not guaranteed its objective, now.
-
-        Args:
-            query: the request. output_tokens: expected length of its output.
-            now_s: the time.
-            again: it may ask again under its key, which then counts as no new one.
-            over_share: there was room for it, but not for the reserve as well.
-        """
+        """A request is not promised its objective. ``again``: it may ask again under its key, which
+        then counts as no new one. ``over_share``: there was room for it, but not for the reserve as
+        well."""
         scale, slot = self._scale(now_s), self._slot(query)
         if not over_share and len(self._slots) > 1:
             self._learn(slot, query.prompt_tokens, now_s, refused=True)
@@ -165,7 +151,7 @@ class FairShares:
             self._bound(self._refused)
 
     def settle(self, key: int, tokens: float) -> None:
-        """A guaranteed request has ended, or was abandoned, after ``tokens``: its guarantee now
+        """A promised request has ended, or was abandoned, after ``tokens``: its promise now
         counts as ``tokens``. Unknown keys are ignored."""
         charge = self._charges.pop(key, None)
         slot = None if charge is None else self._slots.get(charge.tenant)
@@ -179,7 +165,7 @@ class FairShares:
         self._total += change
 
     def _share(self, slot: int) -> float:
-        """What a tenant may be guaranteed before it must leave room, as its guarantees are
+        """What a tenant may be promised before it must leave room, as its promises are
         counted."""
         if self._level == inf:
             return inf
@@ -263,14 +249,8 @@ class FairShares:
 
 
 def water_level(asked: Floats, weights: Floats, capacity: float) -> float:
-    """The level ``L`` at which ``sum(min(asked, weights * L))`` is ``capacity``; infinite where all
-    that is asked is no more than that. ``O(n log n)``.
-
-    Args:
-        asked: ``float64[n]``, what each asks for, >= 0.
-        weights: ``float64[n]``, > 0.
-        capacity: what there is, >= 0.
-    """
+    """The level ``L`` at which ``sum(min(asked, weights * L))`` is ``capacity``; infinite where
+    that covers all that is asked. ``O(n log n)``."""
     if asked.sum() <= capacity:
         return inf
     order = np.argsort(asked / weights)
@@ -285,11 +265,7 @@ def water_level(asked: Floats, weights: Floats, capacity: float) -> float:
 
 
 def has_room(held: float, free: float, weight: float, part: float) -> bool:
-    """Whether a tenant that holds ``held`` of a resource may take more, while ``free`` of it is
-    unused: it may while ``held`` is below ``part * weight * free``.
-
-    So some is always left for the next tenant, a single tenant gets nearly all of it with a large
-    ``part``, and many get equal parts: dynamic thresholds (Choudhury and Hahne, IEEE/ACM
-    Transactions on Networking 1998).
-    """
+    """Whether a tenant may take more: while ``held`` is below ``part * weight * free``. So some is
+    left for the next tenant, and many get equal parts: dynamic thresholds (Choudhury and Hahne,
+    IEEE/ACM Transactions on Networking 1998)."""
     return held < part * weight * free

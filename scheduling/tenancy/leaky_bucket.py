@@ -37,23 +37,16 @@ class Bucket:
         return self._lows.begin(self.level)
 
     def undo(self, mark: int, amount: float) -> float:
-        """Take out the remaining part of an ``amount`` that was put in at ``mark``, and end the
-        mark. Returns that part.
-
-        The bucket is then as full as if the amount had never been put in: the part that has drained
-        since is not taken out again. The remaining part is at most the lowest level since.
-        ``O(marks)`` that are newer.
-        """
+        """Take out the remaining part of an ``amount`` that was put in at ``mark``, end the mark,
+        and return that part: at most the lowest level since, as drained parts stay out.
+        ``O(marks)`` that are newer."""
         left = self._lows.end(mark, amount)
         self.level -= left
         return left
 
 
 class _Lows:
-    """The lowest level since each of some moments. Its memory is bounded by those that are open.
-
-    ``_levels`` rise strictly: each is the lowest since the moments up to the one in ``_moments``.
-    """
+    """The lowest level since each of some open moments, in strictly rising ``_levels``."""
 
     __slots__ = ("_levels", "_moment", "_moments", "_open")
 

@@ -1,11 +1,8 @@
-"""The compiled recurrence of :mod:`sluice.scheduling.admission.slos_serve.selection`, with the
-readings stated there.
+"""The compiled recurrence of ``selection``, with the readings stated there.
 
-A state is a count per class of new requests, as one number in mixed radix. Its score is the best
-value over the sets with these counts: the prefill budget left at the current
-deadline, seconds, or, where decodes begin as prefills end, the negated earliest time at which all
-its prefills have ended.
-"""
+A state is a count per class of new requests, as one number in mixed radix. Its score is the most
+prefill budget left at the current deadline, seconds, or, where decodes begin as prefills end, the
+negated earliest time at which all its prefills have ended."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ SLIP_S = 1e-9
 
 
 EVENT = np.dtype([("due_s", "<f8"), ("need_s", "<f8"), ("kind", "<i8"), ("tier", "<i8")])
-"""A pending prefill: when it is due, its time, its class, or -1 where it is guaranteed already, and
+"""A pending prefill: when it is due, its time, its class, or -1 where it is promised already, and
 its TPOT tier."""
 
 CLASS = np.dtype([("members", "<i8"), ("tier", "<i8"), ("value", "<f8"), ("blocks", "<f8")])
@@ -37,12 +34,8 @@ PIECE = np.dtype([("fixed_s", "<f8"), ("share", "<f8")])
 class Tiers(NamedTuple):
     """The TPOT tiers, ascending, and behind them the requests without a TPOT.
 
-    Attributes:
-        step_s: time of a batch where each is the tightest tier present.
-        pace: ``[tier, tightest tier present]``, how often a decode of the tier runs, tokens per
-            second.
-        pieces: :data:`PIECE` of the latency model.
-    """
+    ``step_s`` is the time of a batch where each is the tightest tier present; ``pace[tier,
+    tightest]`` is how often a decode of the tier runs, tokens per second."""
 
     step_s: Floats
     pace: Floats
@@ -50,17 +43,12 @@ class Tiers(NamedTuple):
 
 
 class States(NamedTuple):
-    """The states of the recurrence, one entry of each array per state, but for ``stride``.
+    """The states of the recurrence, one entry of each array per state, but for ``stride``: what one
+    request more of each class adds to the number of a state.
 
-    Attributes:
-        stride: what one request more of each class adds to the number of a state.
-        tightest: tightest tier; ``worth``: the value of the new requests; ``fits``: whether there
-            are sequence slots and KV blocks for them.
-        taken: ``[state, tier, piece]``, the share of each second that its decodes take, by the
-            tightest tier of all.
-        score: minus infinity where it cannot be reached; ``alive``: whether it can.
-        rates: seconds of prefill per second.
-    """
+    ``taken[state, tier, piece]`` is the share of each second that its decodes take, by the tightest
+    tier of all; ``score`` is minus infinity where a state cannot be reached; ``rates`` are seconds
+    of prefill per second."""
 
     stride: Ints
     tightest: Ints
@@ -123,8 +111,8 @@ def states_of(classes: Any, class_s: Floats, tiers: Tiers, room: tuple[int, floa
 
 @compiled
 def set_rates(states: States, tiers: Tiers, decoding_s: Floats, present: Ints, every: bool) -> None:
-    """Set the rate of each live state, or of ``every`` one that fits, beside the guaranteed decodes
-    ``decoding_s[tier, piece]``; and end states whose decodes can no longer keep their pace."""
+    """Set the rate of each live state, or of ``every`` one that fits, beside the promised decodes
+    ``decoding_s[tier, piece]``; and end states whose decodes can no longer keep their TPOT."""
     step_s, pace, pieces = tiers
     tightest, taken, rates = states.tightest, states.taken, states.rates
     score, alive = states.score, states.alive
@@ -149,12 +137,8 @@ def set_rates(states: States, tiers: Tiers, decoding_s: Floats, present: Ints, e
 
 @compiled
 def force(states: States, need_s: float, limit: float, at_due: bool) -> None:
-    """Let every state serve a guaranteed prefill, and end the states in which new requests make it
-    late.
-
-    State 0, without new requests, continues even if the prefill is late. Any other state in which
-    it is late ends.
-    """
+    """Let every state serve a promised prefill, and end the states in which new requests make it
+    late. State 0, without new requests, continues even if the prefill is late."""
     score, alive, rates = states.score, states.alive, states.rates
     for state in range(score.shape[0]):
         if not alive[state]:
@@ -205,18 +189,12 @@ def solve(
     room: tuple[int, float],
     at_due: bool,
 ) -> NDArray[np.bool_]:
-    """Which of the requests, ``events`` by deadline ascending, to take; guaranteed ones are forced.
+    """Which of the requests, ``events`` by deadline ascending, to take; promised ones are forced.
     Among sets of equal worth, the one with the best score at the last deadline is taken.
 
-    Args:
-        events, classes: :data:`EVENT` and :data:`CLASS`.
-        decode_s, class_s: one row per event and per class: the time of a decode step by each piece.
-        tiers: the paces.
-        decoding: of the guaranteed decodes, ``[tier, piece]`` the time of a step, and whether there
-            are any of each tier. Both are overwritten.
-        room: sequence slots and KV blocks.
-        at_due: decodes begin at the deadlines of their prefills.
-    """
+    ``decode_s`` and ``class_s`` have the time of a decode step by each piece. ``decoding``,
+    overwritten, has of the promised decodes the time of a step by ``[tier, piece]``, and whether
+    each tier has any. ``at_due``: decodes begin at the deadlines of their prefills."""
     decoding_s, present = decoding
     states = states_of(classes, class_s, tiers, room)
     score, alive, rates = states.score, states.alive, states.rates

@@ -96,37 +96,22 @@ class SLOsServeAdmissionOptions(PolicyOptions):
 
 
 class SLOsServeAdmission(AdmissionPolicy):
-    """Guarantees what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
+    """Promises what SLOs-Serve's scheduler on a replica's mirrored state would admit (§4.2).
 
-    For one new request the program (:mod:`sluice.scheduling.admission.slos_serve.selection`) has
-    two states, without
-    it and with it, and so is one walk over the guaranteed prefills by deadline: with the request
-    inserted by deadline, all prefills must end in time, beside decodes that begin as their prefills
-    end. It admits what :func:`~sluice.scheduling.admission.slos_serve.selection.admissible` admits.
-    The readings stated there apply, and these:
+    For one new request the program (``selection``) is one walk over the promised prefills by
+    deadline: with the request inserted, all must end in time, beside decodes that begin as their
+    prefills end. ``O(n)`` for ``n`` promised requests; under ``last_token``, times the number of
+    TPOTs that shorten the batches. ``select`` runs the program itself. Further readings:
 
-    - All guarantees of a replica, and those of requests on their way to it, are forced in.
-    - The virtual replica is the reported one advanced to now: the time since the report was spent
-      on its prefills by deadline.
-    - Each request counts by the piece of the latency model that is costliest for it.
-    - A pace that the replica cannot keep even with that decode alone counts as the fastest pace
-      that it can keep: one infeasible guarantee must not block all other requests.
-    - All TPOT objectives are distinct: a sum over the decodes needs no tiers. Deadlines of later
-      tokens start with the first token.
-    - A new request claims the KV blocks of its whole expected output beside the most that the
-      reported guarantees will need at a time, as on the replica
-      (:func:`~sluice.scheduling.request.expected.peak`); requests on their way to it count with
-      their whole claims. Blocks of best-effort requests count as free (§4.1).
-    - A TPOT that leaves prefill no useful share of a batch is not guaranteed, as on the replica.
-
-    With a latency model of one piece it guarantees what the replicas' policy
-    (:mod:`sluice.scheduling.batching.slos_serve`) would admit on the same state; with several
-    pieces, at most that.
-
-    For a replica with ``n`` guaranteed requests: ``O(n)``; under ``last_token``, times the number
-    of paces that shorten the batches. Several requests (:meth:`select`) run the program itself, on
-    the same virtual replica.
-    """
+    - All promises of a replica, and those on their way to it, are forced in; the virtual replica is
+      the reported one advanced to now, by deadline.
+    - Each request counts by the piece of the latency model that is costliest for it: with one piece
+      this admits what the replica's own policy would, with several at most that.
+    - A TPOT that the replica cannot keep even with that decode alone counts as the shortest that it
+      can: one infeasible promise must not block all other requests. One that leaves prefill no
+      useful share of a batch is not promised.
+    - A new request claims the KV blocks of its whole expected output beside the peak of the
+      reported promises (``request.expected.peak``); best-effort blocks count as free (§4.1)."""
 
     name = "slos_serve"
     source = "SLOs-Serve §3.2.1 and §4.2"
@@ -214,12 +199,8 @@ def guaranteed(
     spent: tuple[int, float],
     usable: float,
 ) -> list[Wanted]:
-    """What a virtual replica has guaranteed. ``O(prefills + loads)``.
-
-    Args:
-        spent: the prefills that have ended since the report, and the part of the next one that has,
-            as :func:`spent_on` counts it.
-    """
+    """What a virtual replica has promised, less the prefills ``spent`` since the report.
+    ``O(prefills + loads)``."""
     ended, part_s = spent
     found: list[Wanted] = []
     # Loads include the later decodes of the prefills.
@@ -320,9 +301,8 @@ def limit_s(due_s: float, now_s: float) -> float:
 
 @compiled
 def share_of(own_s: float, pace_s: float, step_s: float, every_window: bool) -> float:
-    """Share of each second of a decode that needs ``own_s`` every ``pace_s``, in batches of
-    ``step_s``. With ``every_window`` it must keep its pace in each window, so it runs in every
-    ``floor(pace_s / step_s)``-th batch."""
+    """Share of each second of a decode that needs ``own_s`` every ``pace_s``. With ``every_window``
+    it runs in every ``floor(pace_s / step_s)``-th batch, to be in time in each window."""
     if every_window:
         pace_s = max(1.0, floor(pace_s / step_s + 1e-9)) * step_s
     return own_s / pace_s
@@ -380,9 +360,8 @@ def spent_on(
     longest_s: float,
     shares: tuple[float, bool],
 ) -> tuple[int, float, float, float]:
-    """How the time since the report was spent on the guaranteed prefills: how many have ended, and
-    for how long the next one has run, seconds; then the share of all decodes, and the time of a
-    batch. Arguments as of :func:`late_by`."""
+    """How many promised prefills have ended since the report, how long the next one has run,
+    seconds, the share of all decodes, and the time of a batch."""
     usable, every_window = shares
     fixed_s = figures[FIXED_S] / usable
     pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
@@ -413,18 +392,9 @@ def late_by(
     longest_s: float,
     shares: tuple[float, bool],
 ) -> tuple[float, int]:
-    """By how much time, seconds, the new request or a guaranteed one is late in the walk: 0 or less
-    if none is late, infinite if the decodes could not keep their pace. Also returns the constraint
-    that binds.
-
-    Args:
-        figures, prefills, loads: of the replica.
-        new: the request's prefill.
-        now_s: the time.
-        longest_s: time of a batch that no decode limits.
-        shares: the share of each second that guarantees may use, and ``every_window`` of
-            :func:`share_of`.
-    """
+    """By how many seconds the new request or a promised one is late in the walk (0 or less: none;
+    infinite: the decodes are too slow), and the constraint that binds. ``longest_s``: time of a
+    batch that no decode limits."""
     work_s, due_s, tpot_s, _, own_s = new
     usable, every_window = shares
     fixed_s, queued = figures[FIXED_S] / usable, int(figures[QUEUED])

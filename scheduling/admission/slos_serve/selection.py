@@ -1,33 +1,22 @@
-"""SLOs-Serve's admission: which new requests can be guaranteed their objectives.
+"""SLOs-Serve's admission: which new requests can be promised their objectives.
 
-A dynamic program over the requests by prefill deadline (SLOs-Serve §3.2.1 and appendix C).
-Guaranteed requests are forced in; of the new requests it takes the set with the greatest worth.
-With equal values that is the largest number of requests.
+A dynamic program over the requests by prefill deadline (SLOs-Serve §3.2.1 and appendix C). Promised
+requests are forced in; of the new ones it takes the set with the greatest worth. Our readings:
 
-Our readings:
-
-- The prefill budget is in seconds of predicted work, not in tokens. ``time2bs(TPOT)`` is
-  the batch size for that time, and a token of a long prompt takes more time than one of a
-  short prompt.
-- The recurrence's maximum over the last accepted request ``j`` is the choice, request by request,
-  to skip or to take: both visit the same sets.
-- The counts ``n`` are of new requests only. The guaranteed requests are the same in each state, so
-  they are one sum: the running requests add a factor ``N`` and no states.
-- Requests of one TPOT tier and one value are one class, and the counts are by class. So the state
-  knows its worth, and priorities enter as values: the paper's ``v_i``, without a budget axis.
-- The paper has an axis of memory. Here, only where the new requests do not all fit, those of one
-  class also need the same number of KV blocks: then the counts say what a state takes.
-- ``PB*`` is its fluid limit: in batches of ``t0``, the budget gets the part of each second that the
-  fixed time and the due decodes leave. A last batch that a deadline cuts short yields less, by
-  one step's fixed time at most; so the budget starts negative by that amount.
-- The paper counts a request's decode from its prefill deadline on (the lines of Fig. 5), which
-  holds if the deadlines of its tokens start there (:attr:`Anchor.ENVELOPE`). With the other anchors
-  its decode begins when its prefill ends, early or not, and takes budget from the prefills behind
-  it: there the program keeps the earliest time by which the accepted prefills can all have ended,
-  which is the same recurrence with time in place of budget.
-- A guaranteed request that is already late, by a prediction error, blocks no admission by itself,
-  but no new request may make it later.
-"""
+- The prefill budget is in seconds of predicted work, as a token of a long prompt takes more time.
+  It starts negative by one step's fixed time, as a last batch that a deadline cuts short yields
+  less than the fluid limit of ``PB*``.
+- The maximum over the last accepted request ``j`` is the choice, one by one, to skip or to take.
+- The counts ``n`` are of new requests only: running requests add a factor ``N`` and no states.
+- Requests of one TPOT tier and one value are one class, so a state knows its worth: the paper's
+  ``v_i`` without a budget axis.
+- In place of an axis of memory, the requests of a class also need the same number of KV blocks
+  where the new requests do not all fit.
+- The paper counts a decode from its prefill deadline on (Fig. 5), which holds for
+  ``Anchor.ENVELOPE``. With other anchors it begins when its prefill ends and takes budget from
+  those behind it: there the program keeps the earliest end of the accepted prefills.
+- A promised request that is late by a prediction error blocks nothing, but no new request may make
+  it later."""
 
 from __future__ import annotations
 
@@ -58,18 +47,16 @@ takes no time."""
 
 
 class PlanDemand(NamedTuple):
-    """The demand of requests, one entry per request.
+    """The demand of requests, one entry per request; times are predicted and in seconds.
 
     Attributes:
-        due_s: time until its first token (after a preemption: its next) is due, seconds. May be
-            negative or infinite. Of no effect where ``prefill_s`` is 0.
-        prefill_s: predicted marginal time of its pending prefill, seconds; 0 for a decode.
-        tpot_s: time per output token, seconds; infinite where no pace is guaranteed.
-        decode_s: ``float64[n, pieces]``, predicted marginal time of one decode step of it by each
-            piece of the latency model, seconds.
+        due_s: time until its first token (after a preemption: its next); may be negative or
+            infinite.
+        prefill_s: marginal time of its pending prefill; 0 for a decode.
+        tpot_s: infinite where none is promised.
+        decode_s: ``float64[n, pieces]``, marginal time of one decode step of it.
         blocks: KV blocks that it will need beyond its current ones.
-        value: worth of guaranteeing it; ignored for requests that are guaranteed already.
-    """
+        value: worth of a promise; ignored for requests that have one."""
 
     due_s: Floats
     prefill_s: Floats
@@ -91,16 +78,12 @@ class Supply(NamedTuple):
     """The capacity of the replica.
 
     Attributes:
-        fixed_s: ``float64[pieces]``, time of a step before any token, seconds, by each piece of the
-            latency model.
-        share: ``float64[pieces]``, share of ``prefill_s`` that counts in that piece, 0 to 1. With
-            a model of one piece it is 1.
-        longest_s: time of a batch that fills the engine's token limit, seconds: the batch where no
-            decode limits it.
-        blocks: free KV blocks that guarantees may use.
-        places: sequence slots that can still be guaranteed.
-        anchor: where the deadlines of later tokens start.
-    """
+        fixed_s: ``float64[pieces]``, time of a step before any token, seconds.
+        share: ``float64[pieces]``, share of ``prefill_s`` that counts in that piece, 0 to 1.
+        longest_s: time of a batch that fills the engine's token limit, seconds.
+        blocks: free KV blocks that promises may use.
+        places: sequence slots that can still be promised.
+        anchor: where the deadlines of later tokens start."""
 
     fixed_s: Floats
     share: Floats
@@ -111,12 +94,10 @@ class Supply(NamedTuple):
 
 
 def admissible(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray[np.bool_]:
-    """Which of the ``new`` requests can be guaranteed in addition to the ``promised`` ones.
+    """Which ``new`` requests can be promised beside the ``promised`` ones.
 
-    ``O(groups * prefills * states)``: ``prefills`` is the number of pending prefills of both kinds,
-    and ``states`` is the product of (class size + 1) over the classes of a group. A single new
-    request has two states: the program is then a feasibility test.
-    """
+    ``O(groups * prefills * states)``: ``states`` is the product of (class size + 1) over the
+    classes of a group; for a single new request 2, a feasibility test."""
     count = len(new.due_s)
     admitted = np.zeros(count, dtype=np.bool_)
     for start in range(0, count, MOST_NEW):
@@ -196,18 +177,16 @@ def _tiers(tpot_s: Floats) -> Floats:
 
 
 def _tier_of(tiers: Floats, tpot_s: Floats) -> NDArray[np.int64]:
-    """Each one's tier; the number of tiers where it has no pace."""
+    """Each one's tier; the number of tiers where it has no TPOT."""
     tier = np.searchsorted(tiers, tpot_s, side="right") - 1
     tier[np.isinf(tpot_s)] = len(tiers)
     return tier.astype(np.int64)
 
 
 def _pace(tiers: Floats, step_s: Floats, anchor: Anchor) -> Floats:
-    """``[tier, tightest tier present]``: how often a decode of the tier runs, tokens per second.
-
-    In the mean once per TPOT (Alg. 2's schedule deadlines). With :attr:`Anchor.LAST_TOKEN` an early
-    token buys nothing: then it runs in every ``floor(TPOT / t0)``-th batch, which is more often.
-    """
+    """``[tier, tightest tier present]``: how often a decode of the tier runs, tokens per second: in
+    the mean once per TPOT (Alg. 2), with ``Anchor.LAST_TOKEN`` in every ``floor(TPOT / t0)``-th
+    batch, as an early token buys nothing there."""
     pace = np.zeros((len(tiers) + 1, len(tiers) + 1))
     if anchor is Anchor.LAST_TOKEN:
         whole = np.maximum(1.0, np.floor(np.divide.outer(tiers, step_s) + 1e-9))
