@@ -1,9 +1,5 @@
-"""Compile the loops of every policy ahead: ``python -m sluice.replica.compile``.
-
-After an installation, a replica and a controller compile what they need when they start, for up
-to a minute of one core. What is compiled is kept beside the sources, or in ``NUMBA_CACHE_DIR``,
-for this kind of processor.
-"""
+"""Compile the loops of every policy ahead: ``python -m sluice.replica.compile``. The result is kept
+beside the sources or in ``NUMBA_CACHE_DIR``; a start then saves up to a minute of one core."""
 
 from __future__ import annotations
 

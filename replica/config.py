@@ -85,8 +85,7 @@ class AutoscalingConfig(BaseModel):
         return self.min_replicas if self.initial_replicas is None else self.initial_replicas
 
     def make(self) -> AutoscalingPolicy:
-        """A new policy. Raises ValueError: no such policy, or an option that is unknown or out of
-        range."""
+        """A new policy. Raises ValueError: no such policy, or an unknown option or value."""
         return make_autoscaling(self.policy, self.policy_options)
 
 
@@ -136,8 +135,8 @@ _FORMS = "a list of 'name=path' or of objects with name and path"
 
 
 def adapter_names(vllm_args: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the adapters that are loaded at start, as vLLM's argument ``lora-modules`` gives
-    them. Raises ValueError: it has none of the forms that vLLM accepts."""
+    """Names in vLLM's argument ``lora-modules``. Raises ValueError: vLLM does not accept its
+    form."""
     given = by_option(vllm_args).get(ADAPTERS_ARGUMENT)
     if given is None:
         return ()
@@ -354,8 +353,7 @@ class EngineConfig(BaseModel):
 
     @property
     def draft_method(self) -> str | None:
-        """vLLM's name of the method that drafts tokens; ``None`` without speculative decoding.
-        Raises ValueError: the speculative configuration is invalid."""
+        """vLLM's name of the drafting method, or ``None``. Raises ValueError: it is invalid."""
         given = by_option(self.vllm_args).get("speculative-config")
         return (
             None if given is None else str(with_all_lengths(given).get("method", "a draft model"))
@@ -368,8 +366,7 @@ class EngineConfig(BaseModel):
 
 
 class PoolConfig(BaseModel):
-    """Replicas of one role and kind. An option that is left out has the value of the enclosing
-    section."""
+    """Replicas of one role and kind; an option left out is that of the enclosing section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -526,16 +523,14 @@ class ReplicaConfig(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_count(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``count`` where there are pools, so that the printed configuration can be read
-        back."""
+        """Omit ``count`` where there are pools: the printed configuration can be read back."""
         data: dict[str, Any] = plain(self)
         if self.pools:
             data.pop("count", None)
         return data
 
     def role_of(self, name: str) -> Role:
-        """The role of the pool ``name``. Raises ValueError: it has none, or its name is that of
-        another role."""
+        """The role of a pool. Raises ValueError: none, or named as another role."""
         role = self.pools[name].role
         named = next((each for each in ROLES if each == name), None)
         if role is None and named is None:

@@ -1,5 +1,4 @@
-"""The Serve deployment of a replica: Ray's names and lifecycle around
-:mod:`sluice.replica.server`."""
+"""The Serve deployment of a replica: Ray's names and lifecycle around ``replica.server``."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def names_of(replica_id: str, ranks: int) -> list[str]:
 
 
 class Ranks:
-    """The ranks of one replica. ``replicas``: its ranks in order, at least one. The first one
-    launches the engine of all: it is started first, and stopped last."""
+    """The ranks of one replica, in order; the first one is started first, and stopped last."""
 
     def __init__(self, replica_id: str, replicas: Sequence[Replica]) -> None:
         self.replica_id = replica_id
@@ -72,8 +70,7 @@ class Ranks:
         }
 
     def chosen(self, request: EngineRequest) -> Replica:
-        """The rank that is to serve a request: the one that it names, or else the one with the
-        fewest live requests."""
+        """The rank that a request names, or else the one with the fewest live requests."""
         if request.rank is not None and request.rank < len(self.replicas):
             return self.replicas[request.rank]
         return min(self.replicas, key=live_requests)
@@ -85,9 +82,7 @@ class Ranks:
     async def generate(
         self, request: EngineRequest, target: str | None
     ) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve a request; see :meth:`sluice.replica.server.Replica.generate`. If ``target``, the
-        caller's choice, is another replica, or if the request asks for it, the first item names the
-        rank."""
+        """As ``Replica.generate``; if ``target`` is another replica, the first item is the rank."""
         moved = target is not None and not target.startswith(self.replica_id)
         if moved:
             request = request.at(None)
@@ -115,8 +110,7 @@ class Ranks:
         return Progress(self.replica_id, hung, tuple(sorted(unknown)))
 
     async def check_health(self) -> None:
-        """Return if every rank may serve. Raises EngineDeadError: an engine is dead, or has been
-        stalled for too long."""
+        """Raises EngineDeadError: an engine is dead, or has been stalled for too long."""
         for each in self.replicas:
             await each.check_health()
 
@@ -130,8 +124,8 @@ class Ranks:
             await each.stop()
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as plain data: that of the first rank, and ``ranks`` with those of all. Raises
-        RuntimeError: an engine is gone."""
+        """Plain data of the first rank, ``ranks`` of all. Raises RuntimeError: an engine is
+        gone."""
         found = [each.snapshot() for each in self.replicas]
         return found[0] | {
             "live_requests": sum(each["live_requests"] for each in found),
@@ -140,8 +134,7 @@ class Ranks:
 
 
 class ConfiguredReplicas:
-    """The min number of replicas: the configured number, or ``min_replicas`` of autoscaling. It
-    may change while a replica runs, and Serve announces that only by the long poll of handles."""
+    """The min number of replicas, which may change; Serve has it only in handles' long poll."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -153,8 +146,7 @@ class ConfiguredReplicas:
         return self._number
 
     def start(self, deployment: DeploymentID) -> None:
-        """Start the long poll on the running event loop. Raises ValueError: Serve is not
-        running."""
+        """Start the long poll. Raises ValueError: Serve is not running."""
         self._client = LongPollClient(
             ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
             {(LongPollNamespace.DEPLOYMENT_CONFIG, deployment): self.hear},
@@ -177,13 +169,10 @@ _PLAIN = TelemetryConfig()
 
 
 class ReplicaServer:
-    """One replica in Serve, which reports, responses and the request router identify by its Serve
-    replica's unique id. ``key`` is of its model, if the application has several.
+    """One replica in Serve, known everywhere by its Serve replica's unique id.
 
-    Raises:
-        ValueError: tracing is configured, and OpenTelemetry is not installed.
-        ConfigurationError: the engine cannot run with its configuration.
-        EngineDeadError: the engine could not start."""
+    Raises ConfigurationError: the engine cannot run with its configuration. Raises EngineDeadError:
+    the engine could not start."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -249,26 +238,22 @@ class ReplicaServer:
     async def generate(
         self, request: EngineRequest, _target: str | None = None
     ) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request; see :meth:`Ranks.generate`. ``_target`` is the request router's hint.
-        Raises EngineDeadError: the engine died."""
+        """As ``Ranks.generate``; ``_target`` is the request router's hint."""
         async with aclosing(self._ranks.generate(request, _target)) as batches:
             async for batch in batches:
                 yield batch
 
     async def stream_endpoint(self, _target: str | None = None) -> StreamEndpoint:
-        """The endpoint that serves requests over a plain connection; see
-        :mod:`sluice.replica.streams.server`. ``_target`` as in :meth:`generate`."""
+        """The endpoint for requests over a plain connection, see ``replica.streams.server``."""
         return await self._streams.endpoint(ray.util.get_node_ip_address())
 
     async def direct_address(self, _target: str | None = None) -> tuple[str, str]:
-        """This replica's id, and the address of its port for streams that go past the routers.
-        ``_target`` as in :meth:`generate`."""
+        """This replica's id, and the address of its port for streams past the routers."""
         await self._port.start()
         return self._ranks.replica_id, self._port.address
 
     async def progress(self, request_ids: Sequence[str], _target: str | None = None) -> Progress:
-        """Whether this replica makes progress; see :meth:`Ranks.progress`.
-        ``_target`` is the request router's hint."""
+        """Whether this replica makes progress; see ``Ranks.progress``."""
         return self._ranks.progress(request_ids, _target)
 
     async def models(self, _target: str | None = None) -> dict[str, Any]:
@@ -280,11 +265,9 @@ class ReplicaServer:
         await self._ranks.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve, for its autoscaling policy: the total load of this replica's pool as the
-        controller knows it, the fields of :class:`~sluice.scheduling.autoscaling.Load`.
-
-        Only the first few replicas report it, as all would report the same; none while the
-        controller does not answer, so the number of replicas stays unchanged."""
+        """The load of this replica's pool for Serve's autoscaling. Only the first few replicas
+        report it, and none while the controller does not answer, so the number of replicas stays
+        unchanged."""
         rank = serve.get_replica_context().rank
         if rank is not None and rank.rank >= 3:
             return {}
@@ -297,8 +280,7 @@ class ReplicaServer:
         return self._ranks.snapshot()
 
     async def check_health(self) -> None:
-        """Health check; Serve replaces this replica if it raises. Raises EngineDeadError: the
-        engine is dead, or has been stalled for too long."""
+        """Serve replaces this replica if it raises. Raises EngineDeadError."""
         await self._ranks.check_health()
 
     async def __del__(self) -> None:
@@ -332,9 +314,7 @@ def make_engines(
     traced: bool = False,
     role: Role = "mixed",
 ) -> list[Engine]:
-    """The engines that ``config`` asks for, one for each rank of data parallelism. ``rank``:
-    numbers the replicas of a host, for pinning. Raises ValueError: a configured latency profile is
-    invalid. Raises OSError: the profile cannot be read, or the batch log cannot be written."""
+    """An engine per rank of data parallelism. ``rank`` numbers a host's replicas, for pinning."""
     number = ranks(config.vllm_args)
     if config.kind == "simulated":
         return [
@@ -352,8 +332,7 @@ def make_engines(
 
 
 def _core(worker: int) -> int:
-    """The CPU core for the ``worker``-th worker of this host, one of those that this process may
-    use."""
+    """The core for a host's ``worker``-th worker, of those that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
     else:  # missing on some systems

@@ -1,9 +1,8 @@
-"""Whether vLLM takes an engine's configuration, told in seconds and before anything is started.
+"""Whether vLLM takes an engine's configuration, in seconds: ``python -m sluice.replica.dry_run
+PID``.
 
-``python -m sluice.replica.dry_run PID`` reads a JSON list of objects with ``engine``, ``role`` and
-``here``, and writes a list of the same length: why an engine cannot start, or null. A process of
-its own, since vLLM takes seconds to import and reads its environment once.
-"""
+Reads a JSON list of objects with ``engine``, ``role`` and ``here``; writes a list of reasons or
+nulls. A process of its own, since vLLM reads its environment once."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
-    """Why an engine with this configuration cannot start, as far as vLLM can tell without loading
-    it; ``None``: it can. Where it would not run ``here``, only its arguments are checked, and less
-    where its model is not on this machine."""
+    """Why vLLM refuses this configuration, without loading it; ``None``: it does not. Only the
+    arguments are checked unless it would run ``here``, and less where its model is not on this
+    machine."""
     if not here:
         try:
             check_arguments(engine.vllm_args)
@@ -72,9 +71,7 @@ def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
 
 
 def _look_up(arguments: Any, vllm_config: Any) -> None:
-    """Find what is configured by name, as the engine does once it loads. What this version of vLLM
-    looks up in another place is left to the start. Raises ValueError: there is nothing of such a
-    name."""
+    """Find what is configured by name. What this vLLM looks up elsewhere is left to the start."""
     resolve = "utils.import_utils:resolve_obj_by_qualname"
     lookups = [
         ("load-format", "model_executor.model_loader:get_model_loader", vllm_config.load_config),

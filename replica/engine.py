@@ -1,8 +1,4 @@
-"""The contract between a replica and the engine inside it.
-
-An engine speaks OpenAI: it takes a validated request body and yields the response, so that chat
-templates, tools, log probabilities and errors are the engine's own.
-"""
+"""The contract between a replica and its engine, which speaks OpenAI: it takes a validated body."""
 
 from __future__ import annotations
 
@@ -21,14 +17,12 @@ MAX_CHUNK_BYTES = 1 << 20
 
 
 def table_capacity(max_live_requests: int) -> int:
-    """Rows of an engine's state table: several per live request, as an API call with ``n`` > 1 is
-    several sequences of the engine. The table's owner and its reports must agree on it."""
+    """Rows of an engine's state table: one for each sequence of a request (``n`` > 1)."""
     return 4 * max_live_requests
 
 
 def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:
-    """The body of a response that is not streamed, in chunks of at most :data:`MAX_CHUNK_BYTES`;
-    the last one carries its ``tokens``."""
+    """A body in chunks of at most ``MAX_CHUNK_BYTES``; the last one carries its ``tokens``."""
     *starts, last = range(0, max(1, len(data)), MAX_CHUNK_BYTES)
     for start in starts:
         yield ResponseChunk(data[start : start + MAX_CHUNK_BYTES])
@@ -36,8 +30,7 @@ def chunks_of(data: bytes, tokens: int = 0) -> Iterator[ResponseChunk]:
 
 
 async def status_of(response: AsyncIterator[ResponseItem]) -> tuple[int, bytes]:
-    """The status of a response, which is read to its end, and the body of a refusal. 500 if it ends
-    without a head."""
+    """Reads a response; its status (500 without a head) and the body of a refusal."""
     status, body = 500, b""
     async for item in response:
         if isinstance(item, ResponseHead):
@@ -77,36 +70,31 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
         """Serve one request: a head, chunks, and a tail unless the response was cut short.
 
-        Closing or cancelling the iterator aborts the request in the engine. A client's mistake is a
-        head with a 4xx status and an OpenAI error body, not an exception. Raises EngineDeadError:
-        the engine died; items sent before stay valid."""
+        Closing the iterator aborts the request. A client's mistake is a head with a 4xx status, not
+        an exception. Raises EngineDeadError: the engine died; items sent before stay valid."""
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; unknown ids are ignored."""
 
     def set_role(self, role: Role) -> None:
-        """Plan as a replica of this role does, from the next batch on. What the engine has it
-        finishes, and it still serves every request that comes."""
+        """Plan as this role from the next batch on, and still serve every request."""
 
     def state(self) -> EngineState:
         """The scheduler's state as of its last step. Cheap: no call into the engine."""
 
     def waits_since_s(self) -> float | None:
-        """When the request that has waited longest for its next output from the engine began to
-        wait, on the clock of the state; ``None``: none waits. Requests that wait for a slow
-        consumer or for another engine do not count."""
+        """Since when the request that has waited longest waits for the engine, on the state's
+        clock. Waits for a slow consumer or for another engine do not count."""
 
     async def pulse(self) -> None:
-        """Return after the next iteration of the engine's loop, whether or not there are requests.
-        While the engine is stalled this waits."""
+        """Return after the loop's next iteration, with or without requests."""
 
     async def models(self) -> dict[str, Any]:
         """The OpenAI list-models body, and as ``endpoints`` the names of those that the engine
         offers. If adapters are loaded from a directory, ``digests`` has those of their files."""
 
     async def check_health(self) -> None:
-        """Return if the engine is alive. A stalled engine is alive: see
-        :class:`~sluice.replica.server.Watchdog`. Raises EngineDeadError: it is dead."""
+        """Raises EngineDeadError: it is dead; a stalled engine is alive (``server.Watchdog``)."""
 
     async def drain(self) -> None:
         """Wait until no request is live. The caller refuses new ones."""
@@ -119,8 +107,7 @@ class Engine(Protocol):
 
 
 def check_resume(request: EngineRequest) -> None:
-    """Check the part of the response that a request to resume carries. Raises RequestError: it is
-    no stream with one prompt and one choice, or its token counts are inconsistent."""
+    """Check the part to resume. Raises RequestError: several choices, or inconsistent counts."""
     resume = request.resume
     if resume is None:
         return
@@ -166,8 +153,7 @@ def check_transfer(request: EngineRequest) -> None:
 
 
 def refuse_transfer_fields(body: Mapping[str, Any]) -> None:
-    """Refuse a client's body, or its extra arguments, that names KV to fetch or to give away.
-    Raises RequestError: it names such a field; the message says which."""
+    """Raises RequestError: a client's body or extra arguments name KV to fetch or to give away."""
     for name in TRANSFER_FIELDS:
         if body.get(name) is not None:
             raise RequestError(f"{name} cannot be set by clients.", name)

@@ -1,9 +1,7 @@
 """Prometheus metrics of a replica, read from its engine's state when they are collected.
 
-Gauges carry the label ``replica`` and are removed with the replica. Counters and histograms have no
-such label and are summed over the fleet: the counts of every replica that ever lived are kept, so a
-label per replica would grow without bound.
-"""
+Gauges have the label ``replica`` and are removed with the replica. Counters and histograms are
+summed over the fleet, as a label per replica that ever lived would grow without bound."""
 
 from __future__ import annotations
 
@@ -138,23 +136,16 @@ _HISTOGRAMS = {
 
 
 class Measured(NamedTuple):
-    """What is read of a replica, or of one of its ranks.
-
-    Attributes:
-        state: the engine's state; may raise ``RuntimeError`` if the engine is gone.
-        live_requests: API calls that it serves now.
-    """
+    """What is read of a replica or rank; ``state`` may raise ``RuntimeError``: the engine is
+    gone."""
 
     state: Callable[[], EngineState]
     live_requests: Callable[[], int]
 
 
 class ReplicaCollector(Collector):
-    """The metrics of one replica. Counters and histograms are summed over its ranks.
-
-    Args:
-        ranks: by the value of the label ``replica``: the replica, or each of its ranks.
-        configured: min number of replicas of its pool; ``None``: not known yet."""
+    """The metrics of one replica; counters and histograms are summed over its ranks.
+    ``configured``: min number of replicas of its pool."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """OpenAI requests and responses of the simulated engine; vLLM has its own.
 
-An output is always ``max_tokens`` long. The text is made of common words, chosen by the prompt, the
-choice and the position alone. Sampling parameters are checked as vLLM checks them; what the text
-could not obey is refused. A prompt counts one token per four characters begun, and at least one;
-token ids count exactly. A chat's prompt is the text of its messages."""
+An output is always ``max_tokens`` long, of words chosen by prompt, choice and position alone. What
+the text could not obey is refused. A prompt counts one token per four characters begun, at least
+one; token ids count exactly."""
 
 from __future__ import annotations
 
@@ -143,8 +142,7 @@ class _Chat(_Common):
 
 
 def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_tokens: int) -> Call:
-    """Read a request body. Raises RequestError: the body is invalid, asks for another model, or is
-    too long for this one."""
+    """Read a request body. Raises RequestError: it is invalid, for another model, or too long."""
     if endpoint not in ("chat", "completions"):
         raise RequestError(
             f"The simulated engine does not offer {endpoint}; it offers chat and completions.",

@@ -16,12 +16,9 @@ from sluice.scheduling.roles import ROLES, Role
 
 
 def resources(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> dict[str, Any]:
-    """Serve's options for a deployment whose replicas have ``gpus`` GPUs each.
-
-    Without vLLM's executor for Ray all GPUs are the actor's, so they are on its node. With it each
-    worker is an actor, for which Serve reserves a bundle before it starts the replica; the replica
-    itself is in the first one.
-    """
+    """Serve's options for a deployment whose replicas have ``gpus`` GPUs each. All are the actor's,
+    except with vLLM's executor for Ray: then each worker has a bundle, and the replica is in the
+    first."""
     actor: dict[str, Any] = {"num_cpus": replica.num_cpus, "num_gpus": gpus}
     labels = dict(replica.node_labels)
     if not (gpus and on_ray(engine.vllm_args)):
@@ -53,8 +50,7 @@ def needs(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> str:
 def unplaceable(
     engine: EngineConfig, replica: ReplicaConfig, place: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings by which Ray could not place a replica, with the reason. ``place`` is where those of
-    ``replica`` are in the configuration."""
+    """Settings by which Ray could not place a replica, with the reason; ``place`` locates them."""
     try:
         needed = devices(engine.vllm_args)
     except ValueError as error:
@@ -120,8 +116,7 @@ def _unranked(
 
 
 _SAME_FIELDS = ("adapters_dir", "cache_dir", "kind", "model", "served_model_name", "transfer")
-"""Engine settings that a pool cannot override: a request that begins in one pool ends in
-another."""
+"""Engine settings that pools share: a request that begins in one pool ends in another."""
 
 _SAME_ARGUMENTS = (
     "chat-template",
@@ -144,8 +139,7 @@ _SAME_ARGUMENTS = (
     "tool-call-parser",
     "trust-request-chat-template",
 )
-"""Arguments of vLLM that determine what a request may ask for and what its tokens are: all pools
-must agree on them."""
+"""vLLM's arguments that decide what a request may ask for and its tokens: the same in all pools."""
 
 _SAME_KV_ARGUMENTS = (
     "block-size",
@@ -154,8 +148,7 @@ _SAME_KV_ARGUMENTS = (
     "quantization",
     "tensor-parallel-size",
 )
-"""Arguments of vLLM that determine what KV is and how it lies in memory: where there are P/D pairs,
-all pools must agree on them, too."""
+"""vLLM's arguments that decide what KV is and its memory layout: the same in P/D pairs."""
 
 _SHOWN = 80  # Max characters of a value in an error message
 
@@ -163,12 +156,7 @@ _SAME_SIMULATED, _SAME_KV_SIMULATED = ("max_model_tokens",), ("block_tokens",)
 
 
 class Pool(NamedTuple):
-    """One pool of a model, with the complete settings of its replicas.
-
-    Attributes:
-        name: of the pool. role: which phases of a request its replicas serve.
-        engine: settings of each engine. replica: number, placement and limits; without pools.
-    """
+    """One pool of a model, with the complete settings of its replicas."""
 
     name: str
     role: Role
@@ -177,9 +165,8 @@ class Pool(NamedTuple):
 
 
 def pools_of(engine: EngineConfig, replica: ReplicaConfig) -> tuple[Pool, ...]:
-    """The pools that a model's two sections describe, by role in the order of :data:`ROLES`; one
-    mixed pool if they name none. Raises pydantic.ValidationError: a pool is invalid; the message
-    says where and why."""
+    """The pools by role in the order of ``ROLES``; one mixed pool if the sections name none. Raises
+    pydantic.ValidationError: a pool is invalid; the message says where and why."""
     if not replica.pools:
         shared = engine
         if replica.elastic and engine.transfer is None:
@@ -254,8 +241,7 @@ def _replica(shared: ReplicaConfig, name: str) -> ReplicaConfig:
 def _excluded(
     pool: Pool, replica: ReplicaConfig, shared: EngineConfig, place: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Features of a pool's engine that exclude each other, with the reason. ``replica`` and
-    ``shared`` are the sections from which the pool is made."""
+    """Features of a pool's engine that exclude each other, with the reason."""
     engine = pool.engine
     given = by_option(engine.vllm_args)
     tier = next((name for name in KV_TIERS if given.get(name) is not None), None)
@@ -311,8 +297,7 @@ def _excluded(
 
 
 def _differences(pools: tuple[Pool, ...], pairs: bool) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings by which two pools could not serve the same requests, or with ``pairs`` not pass KV
-    on, with the reason."""
+    """Settings by which pools could not serve the same requests, or with ``pairs`` pass KV on."""
     first = pools[0]
     arguments = _SAME_ARGUMENTS + (_SAME_KV_ARGUMENTS if pairs else ())
     simulated = _SAME_SIMULATED + (_SAME_KV_SIMULATED if pairs else ())
@@ -336,7 +321,6 @@ def _unlike(here: Any, there: Any, pool: str) -> str:
 
 
 def _refuse(problems: Iterable[tuple[tuple[Any, ...], str]]) -> None:
-    """Raise if there are problems, given as pairs of location and message."""
     found = [
         InitErrorDetails(
             type=PydanticCustomError("pool", "{why}", {"why": why}), loc=place, input=None

@@ -1,9 +1,7 @@
 """Private folders for sockets and shared memory, which do not outlive their process for long.
 
-A process that is killed leaves its folder behind. Each folder holds a lock of the process that made
-it, which the system frees when that process dies; the next process that makes a folder at the same
-place removes the folders whose lock is free.
-"""
+Each folder has a lock that the system frees when its process dies; the next process that makes a
+folder at the same place removes the folders whose lock is free."""
 
 from __future__ import annotations
 
@@ -30,18 +28,14 @@ LOCK = ".private-folder-of-sluice"
 
 
 def make_private_dir(base: Path | None = None) -> Path:
-    """A new folder that only this user can enter; see :func:`private_dir`. It counts as in use
-    until this process ends, and is the caller's to remove before that. Raises OSError: it cannot be
-    made."""
+    """As ``private_dir``, but in use until this process ends; the caller may remove it before."""
     return _make(base or _short_base())[0]
 
 
 @contextmanager
 def private_dir(base: Path | None = None) -> Iterator[Path]:
-    """A new folder that only this user can enter, removed at the end of the block. Folders that
-    dead processes of this user have left in ``base`` are removed first. ``base``: the folder to
-    make it in; default: the one for temporary files, with a path short enough for sockets. . Raises
-    OSError: it cannot be made."""
+    """A new folder that only this user can enter, removed at the end of the block. By default it
+    has a path short enough for sockets. Raises OSError: it cannot be made."""
     directory, lock = _make(base or _short_base())
     try:
         yield directory
@@ -56,7 +50,6 @@ def _short_base() -> Path:
 
 
 def _make(base: Path) -> tuple[Path, int]:
-    """The folder, and the descriptor of its lock."""
     _remove_left_over(base)
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     unready = directory / f"{LOCK}.new"
@@ -68,8 +61,7 @@ def _make(base: Path) -> tuple[Path, int]:
 
 
 def _remove_left_over(base: Path) -> None:
-    """Remove the folders that dead processes have left in ``base``. Folders of other users and
-    folders without a lock stay."""
+    """Remove dead processes' folders in ``base``, not those of other users or without a lock."""
     for directory in base.glob(f"{PREFIX}*"):
         with suppress(OSError):
             found = directory.lstat()
@@ -86,8 +78,7 @@ def _remove_left_over(base: Path) -> None:
 
 
 def _is_named(directory: Path) -> bool:
-    """Whether a process has ``directory`` on its command line. Ray processes that the killed
-    process had started have it: they are found by their files, which must stay until they have
-    ended."""
+    """Whether a process has ``directory`` on its command line, as Ray's processes have that outlive
+    a killed one: they are found by their files, which must stay until they end."""
     processes = psutil.process_iter(["cmdline"])
     return any(str(directory) in word for each in processes for word in each.info["cmdline"] or ())

@@ -20,9 +20,8 @@ def on_cpu() -> bool:
 
 
 def bind_workers(number: int, first: int | None) -> None:
-    """On CPUs, bind each of several workers with one thread to a core that this process may use:
-    the first worker to the core ``first``, or any. vLLM by itself would give each worker a NUMA
-    node, and most machines have one."""
+    """On CPUs, bind each of several workers with one thread to a core that this process may use.
+    vLLM would give each worker a NUMA node, and most machines have one."""
     if number > 1 and on_cpu() and hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         place = cores.index(first) if first in cores else 0
@@ -40,12 +39,11 @@ def pin_thread(core: int, rank: int = 0) -> None:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have Linux kill this process when its parent ends, for whatever reason. ``parent`` is its
-    process id, by default the one that ``multiprocessing`` knows; without one this does nothing.
+    """Have Linux kill this process when its parent ends. The parent must have made it in a thread
+    that lives as long as the parent.
 
-    vLLM's workers check for their parent only where they can: a worker that waits for another one,
-    or for a GPU that does not answer, would keep the GPU from its successor. The parent must have
-    made this process in a thread that lives as long as the parent."""
+    vLLM's workers check for their parent only where they can: one that waits for another worker or
+    for a GPU that does not answer would keep the GPU from its successor."""
     if parent is None:
         known = multiprocessing.parent_process()
         parent = None if known is None else known.pid

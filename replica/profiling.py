@@ -1,10 +1,8 @@
 """The latency model of an engine, measured at its start, and a sweep over the shapes of its steps.
 
-At the start prompts of several lengths and decode batches of several sizes run through the real
-engine, and the step times that its scheduler sees are fitted. The result is kept on disk for the
-same model on the same hardware. The sweep runs through the contract of any engine, and its step
-times are read from the engine's batch log. A second set of its loads is drawn at random: steps of
-shapes that no fit has seen, to test the accuracy of a fit."""
+The result is kept on disk for the same model on the same hardware. The sweep runs through the
+contract of any engine and reads step times from the engine's batch log; a second, random set of
+loads tests the accuracy of a fit on shapes that it has not seen."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ from sluice.scheduling.request.objective import SLO
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer in place of waiting: an hour of a simulated
-    engine takes only its computing time. Only for code without external input."""
+    """An event loop whose clock jumps to the next timer; only for code without external input."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -89,9 +86,8 @@ class SweepError(RuntimeError):
 
 
 def grid(info: EngineInfo) -> list[Load]:
-    """Every shape that a fit needs, for an engine with these limits: fresh prefills alone and
-    several at once, prefills on a context, decode batches on short and long contexts, and both at
-    once."""
+    """Every shape that a fit needs: fresh prefills alone and several at once, prefills on a
+    context, decode batches on short and long contexts, and both at once."""
     tokens = info.max_batch_tokens
     prefills = [(Group(1, int(share * tokens), 1),) for share in (0.06, 0.25, 0.5, 1.0)]
     prefills += [(Group(4, tokens // 4, 1),), (Group(1, _LOAD_BATCHES * tokens, 1),)]
@@ -132,8 +128,7 @@ def random_loads(info: EngineInfo, seed: int = 0) -> list[Load]:
 
 
 def _cut(load: Load, info: EngineInfo) -> Load:
-    """The part of ``load`` that the engine can hold without preemption and prefill in a few
-    batches."""
+    """The part of ``load`` that fits without preemption, with few batches for its prefill."""
     share = len(load)
     kv_tokens = info.kv_blocks * info.block_tokens // (2 * share)
     work = _LOAD_BATCHES * info.max_batch_tokens // share
@@ -147,11 +142,8 @@ def _cut(load: Load, info: EngineInfo) -> Load:
 
 
 class Sweep:
-    """Runs loads on a started engine whose batch log is ``log``.
-
-    Request names distinguish the loads' steps in the log, so it does not matter when a line is
-    written.
-    """
+    """Runs loads on a started engine whose batch log is ``log``. Request names identify a load's
+    steps in the log, so it does not matter when a line is written."""
 
     def __init__(self, engine: Engine, info: EngineInfo, log: Path, seed: int = 0) -> None:
         self._engine = engine
@@ -163,9 +155,8 @@ class Sweep:
     async def run(
         self, stage: str, loads: Sequence[Load], done: Callable[[Load], None] = lambda load: None
     ) -> None:
-        """Run ``loads`` one after the other; ``done`` is called after each. ``stage``: by which
-        :meth:`samples` finds their steps; letters only. . Raises SweepError: the engine refused a
-        request. Raises EngineDeadError: the engine died."""
+        """Run ``loads`` in turn. ``stage``: letters only, the name for ``samples``. Raises
+        SweepError: a request was refused. Raises EngineDeadError: the engine died."""
         for load in loads:
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -193,8 +184,7 @@ class Sweep:
             raise SweepError(f"the engine refused a request of the sweep ({status}): {text}")
 
     def samples(self, stage: str) -> list[StepSample]:
-        """The steps of a stage, in order. Complete once the engine has stopped. Raises SweepError:
-        the stage has no steps. Raises OSError: the batch log cannot be read."""
+        """The steps of a stage, once the engine has stopped. Raises SweepError: none; OSError."""
         found = []
         with self._log.open(encoding="utf-8") as lines:
             for line in lines:
@@ -225,12 +215,8 @@ _DECODE_STEPS = 12
 
 
 async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> LatencyProfile:
-    """The profile kept for this engine, or a new one.
-
-    A kept file that cannot be read is logged and replaced. If the time allowed
-    (``config.profile_budget_s``) is too short for a fit, the planner starts from a default model
-    and its online correction; nothing is kept then.
-    """
+    """The profile kept for this engine, or a new one. If ``config.profile_budget_s`` is too short
+    for a fit, a default model with online correction, which is not kept."""
     key = profile_key(llm.vllm_config, config)
     path = profile_path(config.cache_dir, key)
     kept = read_profile(path, key)
@@ -265,8 +251,7 @@ def _held_out(report: FitReport) -> str:
 
 
 def profile_key(vllm_config: Any, config: EngineConfig) -> str:
-    """Key of the facts that a profile depends on: model, engine, hardware, batch limits, and the
-    policy."""
+    """Key of what a profile depends on: model, engine, hardware, batch limits, policy."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -339,8 +324,7 @@ def write_profile(path: Path, profile: LatencyProfile) -> None:
 
 
 def save_profile(path: Path, profile: LatencyProfile) -> None:
-    """Write ``profile`` to ``path`` atomically, even if power is lost. Raises OSError: it cannot be
-    written."""
+    """Write ``profile`` atomically, even if power is lost. Raises OSError: it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In a temporary directory, which is removed in any case.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
@@ -354,10 +338,8 @@ def save_profile(path: Path, profile: LatencyProfile) -> None:
 
 
 async def measure(llm: Any, table: StateTable, budget_s: float) -> None:
-    """Run the load for about ``budget_s`` seconds at most; the samples are in ``table`` then.
-
-    One prompt and one small batch come first and are not counted: first steps are slow.
-    """
+    """Run the load for about ``budget_s`` seconds at most; the samples are in ``table`` then. One
+    prompt and one small batch before it are not counted: first steps are slow."""
     load = _Load(llm)
     try:
         async with asyncio.timeout(budget_s):

@@ -1,9 +1,7 @@
 """Keeps the controller's copy of this replica's state up to date.
 
-A hello carries the whole state; after it, each report carries what changed since the last one that
-the controller acknowledged. An unanswered report may or may not have arrived, so the next one is a
-hello again. Times are seconds on the replica's monotonic clock.
-"""
+A hello carries the whole state, each report the changes since the last acknowledged one. After an
+unanswered report, which may have arrived, comes a hello. Times: the replica's monotonic clock."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ from sluice.scheduling.roles import Role
 logger = logging.getLogger(__name__)
 
 MAX_FINISHED = 4096
-"""Max ended requests remembered for the next report; beyond it, the reservations of the oldest ones
-expire by themselves."""
+"""Max ended requests in the next report; beyond it reservations expire by themselves."""
 
 _RETRY_S = 0.1  # Min wait after an unanswered report
 
@@ -47,11 +44,8 @@ class ReportTarget(Protocol):
 
 
 class Membership(NamedTuple):
-    """The part of a hello that describes the replica, not its engine.
-
-    ``capacity`` is the number of rows of its engine's state table. ``role`` is its first role if it
-    is ``elastic``.
-    """
+    """The part of a hello that describes the replica. ``capacity``: rows of the engine's state
+    table; ``role``: the first one if it is ``elastic``."""
 
     replica_id: str
     node_id: str
@@ -85,11 +79,8 @@ class AcknowledgedState:
         self._held = np.zeros((HELD_SLOTS, HELD.itemsize // 8), np.int64)
 
     def changes(self, state: EngineState) -> Changes:
-        """The changes in ``state``; a freed slot is an empty record.
-
-        Compared as bytes, since a missing first token is a nan. ``O(live requests + slots of held
-        chunks)``.
-        """
+        """The changes in ``state``; a freed slot is an empty record. Compared as bytes, since a
+        missing first token is a nan. ``O(live requests + slots of held chunks)``."""
         slots, rows = state.slots, state.rows
         differs = (_words(rows) != self._words[slots]).any(axis=1)
         self._is_live[slots] = True
@@ -117,17 +108,12 @@ def _words(records: np.ndarray) -> np.ndarray:
 
 
 class Reporter:
-    """Reports a replica's state: at most every ``report_interval_s``, at least every
-    ``heartbeat_s``, and between the two only what changed.
+    """Reports a replica's changes, at most every ``report_interval_s``, at least every
+    ``heartbeat_s``.
 
     The state table sends no notifications, so it is read every interval while requests are live,
-    and else at the next heartbeat or :meth:`wake`.
-
-    Args:
-        read_state: the engine's state; may raise ``RuntimeError`` where the engine is gone.
-        live_requests: number of requests that the replica serves; they may not be in the state yet.
-        hung: whether the engine with this state is stalled.
-        follow: called with a new role of this replica."""
+    and else at the next heartbeat or ``wake``. ``read_state`` may raise ``RuntimeError``: the
+    engine is gone. ``live_requests`` may count some that are not in the state yet."""
 
     def __init__(
         self,
@@ -263,7 +249,6 @@ class Reporter:
         return self._interval_s if self._busy(state) else self._heartbeat_s
 
     def _busy(self, state: EngineState) -> bool:
-        """Whether the state may change without a wake-up."""
         return len(state.rows) > 0 or bool(self._finished) or self._live_requests() > 0
 
     async def _send_hello(self, state: EngineState, hung: bool) -> ReportReply | None:

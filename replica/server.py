@@ -1,7 +1,4 @@
-"""One replica: an engine, its reports to the controller, and the responses that leave it.
-
-This module does not depend on Ray, so tests can run all of it in one process.
-"""
+"""One replica, without Ray: an engine, its reports to the controller, and responses."""
 
 from __future__ import annotations
 
@@ -63,11 +60,8 @@ OWN_GAP_S = 2.0
 
 
 class Watchdog:
-    """The watchdog of one engine. Call :meth:`look` several times a second while requests are live.
-
-    Args:
-        hung_after_s: min time without a step after which it counts as stalled.
-        clock: monotonic seconds, those of the engine's state."""
+    """The watchdog of one engine, for several calls of ``look`` a second while requests are live.
+    ``hung_after_s``: min seconds without a step after which it counts as stalled."""
 
     def __init__(
         self,
@@ -87,8 +81,7 @@ class Watchdog:
         self._pulse: asyncio.Task[None] | None = None
 
     def look(self, state: EngineState | None = None) -> bool:
-        """Whether the engine is stalled now. ``O(live requests)``. ``state``: the engine's state,
-        if it has just been read."""
+        """Whether the engine is stalled; ``state`` if just read. ``O(live requests)``."""
         now_s = self._clock()
         if now_s - self._looked_s > OWN_GAP_S:
             self._not_before_s = now_s
@@ -112,8 +105,7 @@ class Watchdog:
         return self._still_since_s is not None
 
     def check(self) -> None:
-        """Return unless the engine has been stalled for so long that it must be replaced. Raises
-        EngineDeadError: it has."""
+        """Raises EngineDeadError: stalled for so long that it must be replaced."""
         self.look()
         if self._still_since_s is None:
             return
@@ -158,8 +150,7 @@ class Watchdog:
 
 
 def longest_step_s(info: EngineInfo) -> float:
-    """Predicted time of the longest batch that an engine may run: a full one, of requests as long
-    as the model takes them, with all KV in use."""
+    """Predicted time of a full batch of the longest requests with all KV in use."""
     tokens = info.max_batch_tokens
     return info.profile.model.step_s(
         StepSample(
@@ -178,10 +169,8 @@ def longest_step_s(info: EngineInfo) -> float:
 
 
 class RequestTrace:
-    """Watches the items of one response, and makes the child spans of the request's span at its
-    end: ``queue`` from its arrival at the replica to its first batch, ``prefill`` from there to its
-    first token, ``decode`` from there to its last. If the engine does not report the first batch,
-    there is neither ``queue`` nor ``prefill``."""
+    """The child spans of one response: ``queue`` from arrival to first batch, ``prefill`` from
+    there to the first token, ``decode`` to the last. Without a first batch only ``decode``."""
 
     def __init__(self, span: Span, request: EngineRequest, clock: Callable[[], float]) -> None:
         self.request = replace(request, trace=span.context)
@@ -253,12 +242,8 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """Serves requests on one engine, and keeps the controller informed.
-
-    Args:
-        tracer: makes spans of requests that are traced; ``None``: tracing is off.
-        role: which phases of a request it serves; at first, if ``config.elastic``.
-        port: where clients' proxies fetch streams; ``None``: all streams go through routers."""
+    """Serves requests on one engine, and keeps the controller informed. ``port``: where clients'
+    proxies fetch streams; ``None``: all go through routers."""
 
     def __init__(
         self,
@@ -304,8 +289,7 @@ class Replica:
         return self._engine
 
     async def start(self) -> EngineInfo:
-        """Start the engine, then the reports. Raises EngineDeadError: the engine could not
-        start."""
+        """Start the engine, then the reports. Raises EngineDeadError: it could not start."""
         self._info = await self._engine.start()
         member = Membership(
             self.replica_id,
@@ -329,16 +313,13 @@ class Replica:
         return self._info
 
     def _follow(self, role: Role) -> None:
-        """The controller has given this replica another role."""
         logger.info("role: %s -> %s", self._role, role)
         self._role = role
         self._engine.set_role(role)
 
     def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
-        """Begin to serve one request; ``wake`` is called when items of the response are ready.
-
-        Closing the response aborts the request in the engine. The caller must always close it.
-        """
+        """Begin to serve a request; ``wake``: items are ready. Closing the response, which the
+        caller must always do, aborts the request."""
         if not self._has_room(request):
             self._report_finished(request)
             return Response(wake, self._refusal(request.endpoint))
@@ -361,9 +342,8 @@ class Replica:
         self._check_idle()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[ResponseItem], None]:
-        """Serve one request: yields batches of the items that are ready. If the consumer closes or
-        cancels this, the request is aborted in the engine. Raises EngineDeadError: the engine died;
-        items yielded before stay valid."""
+        """Serve one request in batches of ready items; closing this aborts it. Raises
+        EngineDeadError: the engine died; items yielded before stay valid."""
         ready = asyncio.Event()
         response = self.open(request, ready.set)
         try:
@@ -451,8 +431,7 @@ class Replica:
         return Progress(self.replica_id, self._hangs(), unknown)
 
     async def check_health(self) -> None:
-        """Return if this replica may serve. Raises EngineDeadError: its engine is dead, or has been
-        stalled for too long."""
+        """Raises EngineDeadError: its engine is dead, or stalled for too long."""
         await self._engine.check_health()
         if self._watchdog is not None:
             self._watchdog.check()
@@ -461,9 +440,8 @@ class Replica:
         return self._watchdog is not None and self._watchdog.look()
 
     async def drain(self) -> bool:
-        """Tell the controller to send no more requests, and wait until the live ones ended and
-        their consumers have the whole responses; those that still arrive are served. Returns
-        whether all ended within ``drain_timeout_s``."""
+        """Have the controller send no more requests, and wait for the live ones and their
+        consumers; late ones are served. Returns whether all ended within ``drain_timeout_s``."""
         if self._reporter is not None:
             self._reporter.drain()
         try:
@@ -484,8 +462,7 @@ class Replica:
         await self._engine.stop()
 
     def snapshot(self) -> dict[str, Any]:
-        """The replica's state as plain data, for people and for tests. Raises RuntimeError: its
-        engine is gone."""
+        """The state as plain data. Raises RuntimeError: the engine is gone."""
         state = self._engine.state()
         return {
             "replica_id": self.replica_id,

@@ -1,9 +1,7 @@
-"""The transfer of a prompt's KV between engines: the handle and the offer that name it, the store
-and the server of the engine that computed it, and the client of the one that fetches it.
+"""The transfer of a prompt's KV between engines: handle, offer, store, server and client.
 
-On the wire there is one fixed question, one fixed head, and raw bytes. Nothing is decoded into
-objects. The client knows from its own layout how many bytes must come, and allocates no memory for
-any other number."""
+On the wire: one fixed question, one fixed head, raw bytes; nothing is decoded into objects. The
+client knows from its own layout how many bytes must come, and allocates for no other number."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ class TransferError(Exception):
 
 
 class Handle(NamedTuple):
-    """Identifies kept KV, and authorises its holder to fetch it. ``secret`` is 128 random bits,
-    compared in constant time; ``name`` only finds the entry."""
+    """Identifies kept KV and authorises its fetch; ``secret``: 128 bits, constant-time
+    comparison."""
 
     name: bytes
     secret: bytes
@@ -80,9 +78,8 @@ class Handle(NamedTuple):
 
 
 def receive_into(peer: socket.socket, buffer: memoryview, deadline_s: float) -> None:
-    """Fill ``buffer``, by ``deadline_s`` of the monotonic clock at the latest, however slowly the
-    peer sends. Raises TransferError: the connection ended early. Raises OSError: the connection
-    failed, or it took too long."""
+    """Fill ``buffer`` by ``deadline_s`` (monotonic), however slowly the peer sends. Raises
+    TransferError: the connection ended early. Raises OSError: it failed, or took too long."""
     got = 0
     while got < len(buffer):
         set_timeout(peer, deadline_s)
@@ -93,8 +90,7 @@ def receive_into(peer: socket.socket, buffer: memoryview, deadline_s: float) -> 
 
 
 def set_timeout(peer: socket.socket, deadline_s: float) -> None:
-    """Have the next operation of ``peer`` end by ``deadline_s``. Raises TimeoutError: the deadline
-    has passed."""
+    """Bound ``peer``'s next operation. Raises TimeoutError: ``deadline_s`` has passed."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("it took too long")
@@ -116,11 +112,8 @@ class Kept(NamedTuple):
 
 
 class KeptPrompts:
-    """KV by handle. Each is given away once. When memory or time runs out, the oldest is dropped.
-    Thread-safe.
-
-    Args:
-        max_bytes: max memory; KV that is being sent counts until :meth:`sent`."""
+    """KV by handle, each given away once; without memory or time the oldest is dropped.
+    Thread-safe. ``max_bytes`` includes KV that is being sent, until ``sent``."""
 
     def __init__(
         self, max_bytes: int, keep_s: float, clock: Callable[[], float] = time.monotonic
@@ -156,13 +149,11 @@ class KeptPrompts:
         return True
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` could be kept now, if others were dropped for it. KV that is being
-        sent cannot be dropped."""
+        """Whether ``nbytes`` could be kept; KV that is being sent cannot be dropped."""
         return self._sending + nbytes <= self._max_bytes
 
     def take(self, handle: Handle) -> Kept | None:
-        """Give the KV of ``handle`` away; ``None``: there is none, or the secret is wrong. Its
-        memory counts until :meth:`sent` is called with it."""
+        """``handle``'s KV; ``None``: none, or a wrong secret. Its memory counts until ``sent``."""
         with self._lock:
             self._drop_expired()
             kept = self._kept.get(handle.name)
@@ -212,8 +203,7 @@ class MemoryLimit:
 
     @contextmanager
     def taken(self, nbytes: int, deadline_s: float) -> Iterator[None]:
-        """Hold ``nbytes`` for as long as the context lasts. Raises TransferError: ``nbytes`` is
-        more than the total, or was not free in time."""
+        """Hold ``nbytes`` in this context. Raises TransferError: too many, or not free in time."""
         if nbytes > self._max_bytes:
             raise TransferError(f"{nbytes} bytes of KV are more than the limit, {self._max_bytes}")
         with self._changed:
@@ -235,12 +225,8 @@ class MemoryLimit:
 def fetch(
     source: Source, first: int, count: int, layer_bytes: Sequence[int], deadline_s: float
 ) -> list[bytearray]:
-    """Blocks ``first`` to ``first + count`` of each layer, one buffer a layer. Raises
-    TransferError: the KV is not there, has another layout, or did not arrive in time.
-
-    Args:
-        layer_bytes: bytes of one block in each layer.
-        deadline_s: when the fetch must be complete, monotonic seconds."""
+    """Blocks ``first`` to ``first + count`` of each layer, of ``layer_bytes`` bytes each, one
+    buffer a layer. Raises TransferError: the KV is not there, has another layout, or is late."""
     expected = count * sum(layer_bytes)
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
@@ -275,9 +261,8 @@ DIGEST_BYTES = 16
 
 
 class Offer(NamedTuple):
-    """KV that is kept for another engine: the IP address and port of each worker by
-    tensor-parallel rank, the digest of the model and of how its KV lies in memory, the handle, and
-    the prompt's tokens and digest, see :func:`prompt_digest`."""
+    """KV kept for another engine: address of each worker by tensor-parallel rank, digest of model
+    and memory layout, handle, and the prompt's tokens and ``prompt_digest``."""
 
     addresses: tuple[tuple[str, int], ...]
     layout: bytes
@@ -320,9 +305,8 @@ class Offer(NamedTuple):
 
 
 def prompt_digest(request: Any) -> bytes | None:
-    """Digest of the facts, besides the model, that the KV of a vLLM request's prompt depends on:
-    its tokens, the adapter, and the cache salt. ``None``: it depends on more (images, embeddings),
-    and is not transferred."""
+    """Digest of what a prompt's KV depends on besides the model: tokens, adapter, cache salt.
+    ``None``: also on images or embeddings, and not transferred."""
     if request.prompt_token_ids is None or getattr(request, "mm_features", None):
         return None
     if getattr(request, "prompt_embeds", None) is not None:
@@ -362,14 +346,9 @@ _TICK_S = 1.0  # Interval of dropping expired KV while there are no connections
 
 
 class TransferServer:
-    """Answers questions for KV in threads of its own. A client that knows a handle gets its KV,
-    once; any other one an error without further information. Every connection has a deadline.
-    Raises OSError: the address cannot be listened on.
-
-    Args:
-        layout: digest of the model and of the memory layout of KV; others are refused.
-        host: address to listen on; the system chooses the port.
-        timeout_s: max time to send one prompt's KV, seconds."""
+    """Answers questions for KV in threads of its own; any but a client with a handle gets an error
+    without further information. ``timeout_s``: max seconds to send one prompt's KV. Raises OSError:
+    it cannot listen on ``host``."""
 
     def __init__(self, store: KeptPrompts, layout: bytes, host: str, timeout_s: float) -> None:
         if len(layout) != LAYOUT_BYTES:

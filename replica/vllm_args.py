@@ -74,8 +74,7 @@ _INSTEAD: Mapping[str, str] = {
     "uds": "set router.host and router.port",
     "uvicorn-log-level": "set telemetry.logs",
 }
-"""vLLM's arguments that Sluice sets itself, or whose part of vLLM it does not run, and what to do
-instead."""
+"""vLLM's arguments that Sluice sets or does not run, and what to do instead."""
 
 KV_TIERS = ("kv-offloading-size", "kv-transfer-config")  # Arguments that choose a KV connector
 
@@ -83,8 +82,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
 def check_names(vllm_args: Mapping[str, Any]) -> None:
-    """Refuse names that are no long option of vLLM, and options of :data:`_INSTEAD`. Raises
-    ValueError: every such name, and what to set instead."""
+    """Raises ValueError: names that are no long option of vLLM, or in ``_INSTEAD``; what to set."""
     given = [*map(_option, vllm_args)]
     problems = [f"{name} is given twice" for name in sorted({*given}) if given.count(name) > 1]
     for name in given:
@@ -100,8 +98,7 @@ def check_names(vllm_args: Mapping[str, Any]) -> None:
 
 
 def by_option(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by the names of vLLM's command-line options, without the leading dashes; a
-    configuration may also have them with ``_`` in place of ``-``."""
+    """Arguments by command-line option, without dashes in front, and with ``-`` for ``_``."""
     return {_option(name): value for name, value in vllm_args.items()}
 
 
@@ -110,8 +107,7 @@ def _option(name: str) -> str:
 
 
 def workers(vllm_args: Mapping[str, Any]) -> int:
-    """How many workers an engine with these arguments has, each with a device of its own; with data
-    parallelism one of its ranks. Raises ValueError: a size is not a positive whole number."""
+    """Workers of an engine or of one rank, a device each. Raises ValueError: a size is invalid."""
     given, product = by_option(vllm_args), 1
     for name in ("tensor-parallel-size", "pipeline-parallel-size"):
         product *= _size(given, name)
@@ -119,14 +115,12 @@ def workers(vllm_args: Mapping[str, Any]) -> int:
 
 
 def ranks(vllm_args: Mapping[str, Any]) -> int:
-    """How many engines with queues of their own a replica has, each with all :func:`workers`.
-    Raises ValueError: the size is not a positive whole number."""
+    """Engines of a replica with queues of their own. Raises ValueError: the size is invalid."""
     return _size(by_option(vllm_args), "data-parallel-size")
 
 
 def devices(vllm_args: Mapping[str, Any]) -> int:
-    """How many workers a replica has in all. Raises ValueError: a size is not a positive whole
-    number."""
+    """Workers of a replica in all. Raises ValueError: a size is invalid."""
     return workers(vllm_args) * ranks(vllm_args)
 
 

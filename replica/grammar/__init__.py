@@ -1,2 +1,1 @@
-"""Limits on the cost of structured output: grammars are checked in a separate process, and their
-time in the engine is bounded."""
+"""Limits on the cost of structured output: a check of each grammar, and a bound in the engine."""

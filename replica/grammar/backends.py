@@ -1,9 +1,7 @@
-"""The backend of structured output that enforces a constraint: the same in the check of a grammar
-and in the engine.
+"""Choose the backend that enforces a constraint, for the check of a grammar and for the engine.
 
-With ``auto`` vLLM chooses one for each request, but its engine has one only, that of its first
-request. Here the engine has those that are chosen.
-"""
+With ``auto`` vLLM's engine has only the backend of its first request; here it has all chosen
+ones."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ XGRAMMAR: Final[Mapping[str, frozenset[str]]] = {
 """Keywords that xgrammar enforces beside ``type``, and for which types."""
 
 XGRAMMAR_ALONE: Final = ("$ref", "anyOf", "allOf", "enum", "const")
-"""Keywords that xgrammar enforces only where no other one stands beside them; ``type`` may stand
-beside ``enum`` and ``const``."""
+"""Keywords that xgrammar enforces only alone; ``type`` may be beside ``enum`` and ``const``."""
 
 FORMATS: Final = frozenset({"duration", "email", "ipv6", "time", "uri", "uuid"})
 """Formats that xgrammar enforces."""
@@ -110,8 +107,7 @@ _SET_OPERATION: Final = re.compile(r"(?<!\\)\[\^?\]?(?:[^\]\\\[]|\\.)*(?:\[|&&|-
 
 
 def subschemas(schema: Any) -> Iterator[Any]:
-    """A schema and all schemas in it, the outer ones first, without ``true`` and ``false`` as the
-    values of keywords. Needs a stack as deep as ``schema``."""
+    """All schemas in a schema, outer ones first. Needs a stack as deep as ``schema``."""
     yield schema
     if not isinstance(schema, dict):
         return
@@ -187,8 +183,7 @@ def _alone(node: dict[str, Any], key: str) -> str | None:
 
 
 def _value(node: dict[str, Any], key: str, types: set[str]) -> str | None:
-    """``key`` where its value is one that xgrammar does not enforce. ``key`` applies to one of
-    ``types``."""
+    """``key``, of ``types``, where xgrammar does not enforce its value."""
     value = node[key]
     if "string" in types and key in ("pattern", "format"):
         if key == "format":
@@ -226,7 +221,6 @@ def _missed(node: Any) -> Iterator[str]:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """All numbers in a value from JSON."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
@@ -279,8 +273,7 @@ def _ends(node: dict[str, Any], root: Any, done: set[int]) -> bool:
 
 
 def _referred(ref: str, root: Any) -> Any:
-    """The schema that a JSON pointer refers to; ``None`` if it is another kind of reference, or
-    refers to nothing."""
+    """The schema that a JSON pointer refers to; ``None``: another reference, or nothing."""
     start, *parts = unquote(ref).split("/")
     if start != "#":
         return None
@@ -328,9 +321,7 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 def constrain(sampling_params: Any, vllm_config: Any, tokenizer: Any) -> None:
     """Choose the backend of a request's constraint, and check the constraint with it. Raises
-    ValueError, vllm.exceptions.VLLMClientError: it is malformed, or the backend does not enforce
-    all of it; the message names what. Raises Exception: it is malformed; of many types, by the
-    backend."""
+    ValueError or VLLMClientError, or others by the backend: it is malformed or not enforced."""
     params = sampling_params.structured_outputs
     for option in _OPTIONS:
         if getattr(params, option, None):
@@ -399,8 +390,7 @@ def backend_type(name: str) -> Any:
 
 
 def by_backend(manager: Any) -> Callable[[Any], Any]:
-    """What compiles a request's grammar, of vLLM's ``StructuredOutputManager``, with the backend
-    that was chosen for the request. It is called in several threads."""
+    """vLLM's grammar compiler with the backend chosen per request; called in several threads."""
     create = type(manager)._create_grammar
     managers: dict[str, Any] = {}
     lock = threading.Lock()
@@ -485,7 +475,6 @@ def _check_tag(tag: Any, backend: str) -> None:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a value from JSON."""
     if isinstance(value, dict):
         yield value
         value = list(value.values())
@@ -522,7 +511,6 @@ def _endless(grammar: str) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """What is wrong, for a client."""
     text = str(error)
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text} {error.__cause__}"

@@ -1,9 +1,8 @@
 """Bounds the time that one request's grammar takes of an engine's steps.
 
-Between two batches vLLM advances each grammar by the sampled tokens and computes the mask of
-allowed next tokens, on the thread that runs the steps of all requests. With an ambiguous grammar,
-xgrammar's Earley parser keeps every possible parse: their number, and so the time per token, grows
-with the text. A call cannot be interrupted, but the next one can be avoided."""
+vLLM advances grammars on the thread that runs the steps of all requests. With an ambiguous grammar
+xgrammar's Earley parser keeps every possible parse, so the time per token grows with the text. A
+call cannot be interrupted, but the next one can be avoided."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -29,14 +28,8 @@ TOO_COSTLY: Final = "grammar-too-costly"
 
 
 class BoundedGrammar(StructuredOutputGrammar):
-    """A grammar that refuses every token after it has exceeded its time limit; vLLM then ends the
-    request with an error. ``O(1)`` besides the grammar's own cost.
-
-    CPU time of the calling thread is counted, so a busy machine does not matter.
-
-    Args:
-        told: called once, when the limit is exceeded.
-        clock: CPU seconds of the calling thread."""
+    """A grammar that refuses every token after its limit of CPU time of the calling thread; vLLM
+    then ends the request with an error. ``told`` is called once, when the limit is exceeded."""
 
     def __init__(
         self,
@@ -77,8 +70,7 @@ class BoundedGrammar(StructuredOutputGrammar):
         self._grammar.rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
-        """Write the mask of the next token. After the time limit is exceeded the old mask stays:
-        the request ends with this batch."""
+        """The mask of the next token; past the limit the old one stays: the request ends."""
         if self.too_costly:
             return
         before_s = self._clock()
@@ -106,9 +98,8 @@ class BoundedGrammar(StructuredOutputGrammar):
 
 
 def bound_grammars(manager: Any) -> None:
-    """Have vLLM's ``StructuredOutputManager`` make bounded grammars only, each with the backend
-    that was chosen for its request. A request that is stopped gets :data:`TOO_COSTLY` as its stop
-    reason."""
+    """Have vLLM's ``StructuredOutputManager`` make bounded grammars only. A request that is stopped
+    has ``TOO_COSTLY`` as its stop reason."""
     create = by_backend(manager)
 
     def bounded(request: Any) -> BoundedGrammar:

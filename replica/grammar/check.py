@@ -1,14 +1,9 @@
 """Refuses grammars that are malformed or cost too much, before an engine sees them.
 
-It is called where vLLM's serving layers pass a request to the engine: there every way to constrain
-an output has become the same few parameters, and the tokenizer is known. The checks run in a
-process that imports vLLM and builds the tokenizer's tables once, then forks for each grammar. So a
-grammar that takes too long is ended with its process, and its memory is freed. The limit is on CPU
-time, and the system enforces it: compiled code that never returns to Python is stopped, too, and a
-busy machine causes no refusals.
-
-A walk of a few hundred tokens cannot prove a grammar harmless.
-:mod:`sluice.replica.grammar.bound` stops costly grammars that it misses in the engine."""
+A process that has imported vLLM and built the tokenizer's tables forks for each grammar. The system
+enforces the limit on the fork's CPU time, so compiled code is stopped, too, and a busy machine
+causes no refusals. A walk of a few hundred tokens cannot prove a grammar harmless:
+:mod:`sluice.replica.grammar.bound` stops costly ones in the engine."""
 
 from __future__ import annotations
 
@@ -43,8 +38,7 @@ WALK_TOKENS: Final = 192  # Tokens of each walk
 MEMORY_BYTES: Final = 2 << 30  # Max memory of one grammar beyond that of the process, bytes
 
 WALL_FACTOR: Final = 15.0
-"""A grammar's process is ended after this many times its CPU limit of wall-clock time, however
-little it ran."""
+"""A grammar's process is ended after this many times its CPU limit of wall-clock time."""
 
 MAX_MESSAGE: Final = 500  # Max characters of a backend's message that are forwarded
 
@@ -54,8 +48,7 @@ UNKNOWN: Final = "unknown"
 
 
 class Constraint(NamedTuple):
-    """The constraint of one output: vLLM's ``StructuredOutputsParams``, and the tokens that end the
-    output."""
+    """vLLM's ``StructuredOutputsParams`` of one output, and the tokens that end it."""
 
     params: Any
     stop_token_ids: frozenset[int]
@@ -71,9 +64,8 @@ class Verdict(NamedTuple):
 
 
 def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
-    """Answer constraints with verdicts until the other end closes. The first message is sent when
-    this is ready. ``limit_s``: CPU time limit of the parse, the compilation and the walks, each,
-    seconds."""
+    """Answer constraints with verdicts until the other end closes; the first message: this is
+    ready. ``limit_s`` is CPU time of the parse, the compilation and the walks, each."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends this process
     trial = Trial(vllm_config, limit_s)
@@ -184,9 +176,8 @@ class Trial:
         return self._walk(compiled, backend) or Verdict(None, "", name)
 
     def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict | None:
-        """Generate texts that the grammar allows, in the ways that have revealed costly grammars:
-        with the longest tokens (most characters a step), with one token again and again (most ways
-        to read the same text), and at random."""
+        """Generate texts that reveal costly grammars: of the longest tokens (most characters a
+        step), of one token (most ways to read a text), and at random."""
         from sluice.replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
 
         mask = backend.allocate_token_bitmask(1)
@@ -218,7 +209,6 @@ class Trial:
         return None
 
     def _backend(self, name: str) -> Any:
-        """The backend of this name, made once."""
         if name not in self._backends:
             kind = backend_type(name)
             self._backends[name] = kind(
@@ -277,11 +267,8 @@ def structural_tags(body: Mapping[str, Any]) -> list[str]:
 
 
 class GrammarCheck:
-    """Checks each grammar once, in a process beside the engine. One per engine. New grammars are
-    checked one at a time: in parallel they would only compete with the engine for its cores.
-
-    Args:
-        limit_s: CPU time limit of each phase of a check, seconds."""
+    """Checks each grammar once, one at a time, in a process beside the engine: in parallel they
+    would compete with the engine for its cores. ``limit_s``: CPU seconds of each phase."""
 
     def __init__(self, vllm_config: Any, limit_s: float) -> None:
         self._config = vllm_config

@@ -1,9 +1,7 @@
 """Checks in a model's forward pass: the points where a prefill can stop.
 
-On a GPU an operator is launched and computes later, so a whole pass may be queued after a few
-milliseconds. A pacer bounds how far launches run ahead, so that a check shows the device's
-progress.
-"""
+On a GPU a whole pass may be queued after a few milliseconds. So a bound on how far launches run
+ahead makes a check show the device's progress."""
 
 from __future__ import annotations
 
@@ -49,14 +47,9 @@ class Immediate:
 class Paced:
     """A device with a queue, in which events mark positions.
 
-    Each check records an event and waits for the one that was recorded ``ahead`` checks before,
-    so at most the operators between these two are queued. A ring of events is enough. Nested
-    tasks continue to use it: what the suspended task has queued is still in front of them. The
-    time at which the device reached a stop comes from its event's distance to the start of the
-    task at the bottom of the stack, when nothing was queued.
-
-    Raises:
-        ValueError: ``ahead`` is negative."""
+    Each check waits for the event recorded ``ahead`` checks before. Nested tasks use the same ring
+    of events, as what the suspended task has queued is in front of them. The time of a stop is its
+    event's distance to the start of the bottom task, when nothing was queued."""
 
     def __init__(
         self, ahead: int, event: Callable[[], Any], clock: Callable[[], float] = time.monotonic
@@ -126,17 +119,12 @@ class NoChecksError(ValueError):
 
 
 class Checks:
-    """Puts a check before each operator, or each layer, of a model: one comparison while no
-    preemptible task runs, and a few more while one does. They belong to the thread that runs the
-    model.
+    """Checks before each operator or layer of a model: one comparison while no preemptible task
+    runs.
 
-    With several workers the first one decides where all stop: at a check so far ahead that no
-    worker has reached it yet. The lead of a worker is bounded, as each waits for the others at
-    every reduction, and so is the lead of its launches over its device.
-
-    Args:
-        suspend: called at a check whose task must stop; the task resumes when it returns.
-        rank, ranks: which worker this is, from 0, and how many compute each task together."""
+    With several workers the first one chooses a check that no worker has reached yet: each waits
+    for the others at every reduction, which bounds a worker's lead. ``suspend`` is called at a
+    check whose task must stop; the task resumes when it returns."""
 
     def __init__(
         self, words: ControlWords, suspend: Callable[[], None], rank: int = 0, ranks: int = 1
@@ -156,13 +144,9 @@ class Checks:
         self._wrapped: list[tuple[Any, str]] = []
 
     def install(self, model: Any, granularity: Granularity) -> int:
-        """Put a check before every operator, or layer, of ``model``; returns their number.
-        Operators are linear layers, attention and experts, found by class in modules named as
-        vLLM's models name them.
-
-        Raises:
-            NoChecksError: the model has no such point, or several workers could not agree on one.
-        """
+        """Put a check before every operator (linear layer, attention, experts) or layer of
+        ``model``; returns their number. Raises NoChecksError: none, or several workers could not
+        agree on one."""
         checks: Counter[str] = Counter()
         reductions: Counter[str] = Counter()
         for module, layer, methods, reduces in _places(model, granularity):
@@ -239,12 +223,9 @@ class Checks:
 
 
 def distance(checks: Counter[str], reductions: Counter[str]) -> int:
-    """A number of checks by which no worker can be ahead, wherever the reductions of a layer are:
-    in a layer of ``n`` checks with ``r`` reductions at most ``n - r`` checks without one come
-    together.
-
-    Raises:
-        NoChecksError: a layer without a reduction."""
+    """A number of checks by which no worker can be ahead: a layer of ``n`` checks with ``r``
+    reductions has at most ``n - r`` without one in a row. Raises NoChecksError: a layer without a
+    reduction."""
     without = [layer for layer in checks if not reductions[layer]]
     if without:
         raise NoChecksError(

@@ -1,7 +1,5 @@
-"""One round of the engine's loop: take the events, decide, and return the outputs that can be sent.
-
-It replaces the step in vLLM's engine core. A round waits only if there is nothing to decide, and
-then for the next event: a request, an abort, or an answer of the worker."""
+"""One round of the loop that replaces the step in vLLM's engine core: take events, decide, return
+outputs. It waits only if there is nothing to decide, and then for the next event."""
 
 # vLLM's classes are untyped here.
 # mypy: disable-error-code="no-any-return"
@@ -67,10 +65,8 @@ def _step(core: Any) -> tuple[dict[int, Any], bool]:
 
 
 class EngineLoop:
-    """The stack of tasks in flight of one engine core; the last one computes.
-
-    A batch is built before a running task gets the stop signal for it. So a request without KV
-    blocks stops no task, and every stop is followed by the task that caused it."""
+    """The stack of tasks in flight of one engine core; the last one computes. A batch is built
+    before the stop signal for it, so a request without KV blocks stops no task."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -90,10 +86,8 @@ class EngineLoop:
         self._executor.on_answer(lambda: self._inbox.put_nowait(_WAKEUP))
 
     def step(self) -> tuple[dict[int, Any], bool]:
-        """One round: vLLM's outputs by client, and whether the engine is at work.
-
-        Raises:
-            RuntimeError: a batch failed that cannot be isolated, or the executor failed."""
+        """One round: vLLM's outputs by client, and whether the engine is at work. Raises
+        RuntimeError: a batch failed that cannot be isolated, or the executor failed."""
         self._core._process_aborts_queue()
         outputs = self._take_answer()
         self._decide()
@@ -183,13 +177,11 @@ class EngineLoop:
             self._executor.tell(ResumeTask(top.number))
 
     def _can_nest(self) -> bool:
-        """Whether another task may run inside the top one."""
         top = self._stack[-1]
         return top.preemptible and not top.discarded and len(self._stack) <= self._depth
 
     def _is_over(self, top: Task) -> bool:
-        """Discard ``top`` if all its requests have ended; true also while its discard is
-        pending."""
+        """Discard ``top`` if all its requests have ended; true while that is pending."""
         ending = self._scheduler.ending
         if top.discarded:
             return True
@@ -211,7 +203,6 @@ class EngineLoop:
         self._stack.append(task)
 
     def _signal(self, task: Task) -> None:
-        """Have the running task stop at its next check."""
         task.signalled_s.append(time.monotonic())
         self._executor.words.stop(task.number)
 
@@ -226,7 +217,6 @@ class EngineLoop:
 
 
 def _errors(requests: list[Any]) -> dict[int, Any]:
-    """Outputs that report to each client its failed requests."""
     by_client: dict[int, list[str]] = {}
     for request in requests:
         by_client.setdefault(request.client_index, []).append(request.request_id)

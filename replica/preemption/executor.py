@@ -1,5 +1,4 @@
-"""vLLM's executors whose workers take tasks while they compute: one worker on a thread of its own,
-or several, each in a process of its own."""
+"""vLLM's executors whose workers take tasks while they compute: on one thread, or in processes."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc, no-any-return"
@@ -52,9 +51,8 @@ else:
 
 
 class TaskExecutor(_Base):
-    """Keeps memory for suspended prefills, makes workers ready for tasks when vLLM has completed
-    them, and takes their answers, in order, for the engine's thread. ``checks``: how many the model
-    has."""
+    """Keeps memory for suspended prefills, and takes the workers' answers in order for the engine's
+    thread. ``checks``: how many the model has."""
 
     words: ControlWords
     reserve: Reserve
@@ -65,7 +63,6 @@ class TaskExecutor(_Base):
         self._wake: Callable[[], None] = _nothing
 
     def _make_ready(self, settings: SchedulerSettings) -> int:
-        """Make the workers ready for tasks; returns the number of checks in their model."""
         raise NotImplementedError
 
     def take_draft_token_ids(self) -> None:
@@ -108,8 +105,7 @@ _EXIT_LIMIT_S = 10.0
 
 
 class PreemptiveExecutor(TaskExecutor, UniProcExecutor):
-    """One worker, on one thread for its whole life, which runs all of vLLM's calls to it. Tasks are
-    messages, so that one can arrive while another runs."""
+    """One worker, on one thread for its life; tasks are messages, so one can arrive meanwhile."""
 
     def _init_executor(self) -> None:
         # This module has loaded compiled policies before the worker's modules are scanned.
@@ -166,10 +162,8 @@ logger = logging.getLogger(__name__)
 
 
 class PreemptiveGroupExecutor(TaskExecutor, MultiprocExecutor):
-    """Several workers, for tensor parallelism.
-
-    While tasks are in flight each worker is inside one call of vLLM's, :func:`_serve`, and gets its
-    commands over its own connection. That call ends before any other call to the workers."""
+    """Several workers, for tensor parallelism. While tasks are in flight each is inside one call of
+    ``_serve``, with commands over its own connection; the call ends before any other call to it."""
 
     def _init_executor(self) -> None:
         self._init_answers()

@@ -1,8 +1,7 @@
-"""What engine and workers exchange: commands for tasks and their answers as messages, and a few
-words of shared memory, so that a check costs a few comparisons.
+"""What engine and workers exchange: messages, and shared memory that a check can read cheaply.
 
-A task is one batch. The engine numbers tasks from 1 and never uses a number again. Messages keep
-their order in both directions. The worker answers every :class:`RunTask` once, unless it dies."""
+A task is one batch. Task numbers begin with 1 and are never reused. Messages keep their order. The
+worker answers every ``RunTask`` once, unless it dies."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ _BYTES = 8 * (_AGREED + _SLOTS)
 
 
 def stop_word(task: int) -> int:
-    """The word that holds ``task`` while it has to stop: each task has its own, as a second one can
-    get its signal before the first has seen its own."""
+    """The word that holds ``task`` while it must stop; each has its own, as signals may overlap."""
     return _STOP + task % _SLOTS
 
 
@@ -48,10 +46,8 @@ def mark(task: int, checks: int) -> int:
 
 
 class ControlWords:
-    """A few 64-bit words in memory; reads are never torn.
-
-    A task's number is never reused, so a word that is set too late stops nothing. Between processes
-    the memory is a file of ``/dev/shm``, which can be deleted as soon as all have it open."""
+    """A few 64-bit words in memory; reads are never torn. Between processes the memory is a file of
+    ``/dev/shm``, which can be deleted as soon as all have it open."""
 
     __slots__ = ("_memory", "cells")
 
@@ -61,10 +57,7 @@ class ControlWords:
 
     @classmethod
     def create(cls, path: Path | None = None) -> ControlWords:
-        """New words, all 0.
-
-        Raises:
-            OSError: ``path`` cannot be made."""
+        """New words, all 0. Raises OSError: ``path`` cannot be made."""
         if path is None:
             return cls(mmap.mmap(-1, _BYTES))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -76,11 +69,7 @@ class ControlWords:
 
     @classmethod
     def open(cls, path: Path) -> ControlWords:
-        """Open the words that another process made.
-
-        Raises:
-            OSError: the file cannot be opened.
-            ValueError: the file has another size."""
+        """Open another process's words. Raises OSError, or ValueError: the size is wrong."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             size = os.fstat(descriptor).st_size
@@ -104,8 +93,7 @@ class ControlWords:
         return self.cells[stop_word(task)] == task
 
     def reached(self) -> int:
-        """The task that computes now and the checks that it has passed, as a mark; 0 for one
-        without checks."""
+        """The computing task and its passed checks, as a mark; 0 for one without checks."""
         return self.cells[REACHED]
 
     def note_stop(self, rank: int, at: int) -> None:
@@ -118,9 +106,8 @@ class ControlWords:
 
 
 class RunTask(NamedTuple):
-    """Compute vLLM's ``SchedulerOutput`` ``batch`` (and ``GrammarOutput``): now, or from inside the
-    check of the task that received the stop signal. ``checked``: it has checks, and its own lane.
-    """
+    """Compute ``batch``: now, or inside the check of the task that received the stop signal.
+    ``checked``: it has checks, and its own lane."""
 
     task: int
     batch: Any
@@ -171,8 +158,7 @@ class Timing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A task is complete: vLLM's ``ModelRunnerOutput``, and ``DraftTokenIds`` if tokens were
-    drafted."""
+    """A complete task: vLLM's ``ModelRunnerOutput``, and ``DraftTokenIds`` after drafting."""
 
     task: int
     output: Any

@@ -1,10 +1,9 @@
 """Memory reserve for suspended prefills, which vLLM's profile of one batch does not contain.
 
-A suspended prefill keeps every tensor that its call stack still refers to: in a layer of vLLM's
-Llama ``4h + I`` elements of each token before the down projection (width ``h``, intermediate size
-``I``), in Qwen2 ``4h + 3I``. As this depends on the code of each model it is measured: in one pass
-of a few dummy tokens, at each check, by the worker's own model. It is proportional to the tokens of
-a batch. Each prefill also has its own model runner, with its buffers."""
+A suspended prefill keeps the tensors of its call stack: in a layer of vLLM's Llama ``4h + I``
+elements of each token (width ``h``, intermediate size ``I``), in Qwen2 ``4h + 3I``. As this depends
+on the model's code it is measured in a pass of dummy tokens, at each check; it is proportional to
+tokens. Each prefill also has a model runner with its buffers."""
 
 from __future__ import annotations
 
@@ -75,11 +74,8 @@ def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -
 
 
 def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) -> int:
-    """Bytes for the KV cache on one worker, of the ``available`` ones that vLLM would take. A size
-    that the user ``stated`` is not reduced, and must fit beside the reserve.
-
-    Raises:
-        NoMemoryError: nothing is left, or the stated size does not fit."""
+    """Bytes for the KV cache on one worker. A size that the user ``stated`` is not reduced. Raises
+    NoMemoryError: nothing is left, or the stated size does not fit beside the reserve."""
     advice = "lower engine.preemption.depth or engine.preemption.chunk_tokens"
     if stated:
         if available + reserve.total > free:
@@ -97,11 +93,7 @@ def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) ->
 
 
 def keep(executor: Any, available: list[int]) -> list[int]:
-    """Bytes for the KV cache, by worker, of the ``available`` ones; the reserve is logged, and set
-    as the executor's ``reserve``.
-
-    Raises:
-        NoMemoryError: nothing is left."""
+    """Bytes for the KV cache by worker; sets the executor's ``reserve``. Raises NoMemoryError."""
     config = executor.vllm_config
     options = SchedulerSettings.from_additional_config(config.additional_config).preemption
     if options.granularity == "off":

@@ -58,17 +58,9 @@ from sluice.scheduling.request.queue import QueueView
 class Task:
     """A batch in flight.
 
-    Attributes:
-        number: its id for the worker; never reused.
-        batch: vLLM's ``SchedulerOutput``.
-        request_ids: the requests whose tokens it computes.
-        checked: it has checks, so it can be discarded. That depends on its requests alone, as
-            compiled code, which has no checks, may round differently.
-        preemptible: it may be suspended for others.
-        predicted_s: its predicted time, running alone.
-        signalled_s: times of its stop signals.
-        suspended: it is suspended, or will be as soon as it sees the stop signal.
-        discarded: its discard was ordered."""
+    ``checked`` depends on its requests alone, as compiled code, which has no checks, may round
+    differently. ``suspended`` already holds before it sees the stop signal. ``predicted_s``:
+    running alone. ``discarded``: its discard was ordered."""
 
     number: int
     batch: Any
@@ -101,12 +93,10 @@ _NOTHING = _Chosen(BatchPlan.empty(), False, False, inf, False)
 class PreemptiveScheduler(SloScheduler):
     """Sluice's scheduler with several batches in flight, of which one at a time computes.
 
-    - A batch is built of the chosen requests only. Requests in flight are hidden meanwhile, so vLLM
-      cannot preempt a request whose prefill is suspended.
-    - Hashes of blocks are published when the blocks are written, not when they are allocated: a
-      prompt with the same prefix as a suspended one must not read blocks that are still empty.
-    - A request in flight that ends keeps its blocks, and its state in the worker, until its task
-      ends: it may still write them."""
+    Requests in flight are hidden while a batch is built, so vLLM cannot preempt a suspended
+    prefill's requests. Hashes of blocks are published when the blocks are written: another prompt
+    must not read empty ones. A request that ends keeps its blocks until its task ends, which may
+    write them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -186,13 +176,11 @@ class PreemptiveScheduler(SloScheduler):
         )
 
     def has_requests(self) -> bool:
-        """Whether vLLM must run rounds: also for a task that only reports ended requests to the
-        worker."""
+        """Whether vLLM must run rounds, also to report ended requests to the worker."""
         return self._tasks_in_flight > 0 or super().has_requests()
 
     def decode_due_s(self, top: Task) -> float | None:
-        """When the next decode step is due inside ``top``, if decodes that are not in flight may
-        stop it."""
+        """When the next decode step is due inside ``top``, if waiting decodes may stop it."""
         queue = self._queue()
         decodes = np.flatnonzero(~is_prefill(queue.table))
         if not len(decodes):
@@ -237,7 +225,6 @@ class PreemptiveScheduler(SloScheduler):
         return ended + [self.requests[each] for each in held]
 
     def _end(self, task: Task) -> None:
-        """A task is no longer in flight."""
         self._tasks_in_flight -= 1
         for request_id in task.request_ids:
             del self.in_flight[request_id]
@@ -274,8 +261,7 @@ class PreemptiveScheduler(SloScheduler):
     def _beside(
         self, queue: QueueView, decodes: Any, waiting: Any, step_s: float, now_s: float
     ) -> Options:
-        """The bounds of a task of prefills, which has to stop for the steps of ``decodes`` and
-        later ones."""
+        """The bounds of a task of prefills that has to stop for steps of ``decodes``."""
         decoding = queue.table[~(queue.table[:, EXPECTED] <= 1)]
         model = self._local.model
         most = self.turns.most_tokens(
@@ -348,8 +334,7 @@ class PreemptiveScheduler(SloScheduler):
     def _due_s(
         self, queue: QueueView, decodes: Any, step_s: float, top: Task | None
     ) -> float | None:
-        """When a step of ``decodes`` that takes ``step_s`` has to begin; inside ``top``, for those
-        that may stop it."""
+        """When a step of ``decodes`` has to begin, inside ``top`` if they may stop it."""
         table = queue.table[decodes]
         apart = table[:, BEST_EFFORT] > 0
         timed = ~np.isnan(table[:, LAST_TOKEN])
@@ -372,8 +357,7 @@ class PreemptiveScheduler(SloScheduler):
         return self.turns.stop_s(max(shortest_s, longest_s))
 
     def _decode_step(self, queue: QueueView, decodes: Any, now_s: float) -> BatchPlan:
-        """The next token of each of ``decodes``, and the drafts that give most tokens per second:
-        prefills are in none of these batches."""
+        """The next token of each of ``decodes``, and the drafts for most tokens per second."""
         rows = decodes[: min(self.options.most, self.max_num_running_reqs)]
         tokens = np.ones(len(rows), np.int64)
         if queue.table[rows, DRAFTED].any():
@@ -413,8 +397,7 @@ class PreemptiveScheduler(SloScheduler):
         return self._seconds
 
     def _take_back(self, batch: Any) -> None:
-        """An empty batch is not sent to the worker, so the next batch reports the ended
-        requests."""
+        """An empty batch is not sent, so the next one reports the ended requests."""
         self.finished_req_ids |= batch.finished_req_ids
         self._in_flight.pop(id(batch), None)
 

@@ -18,8 +18,7 @@ class StalledError(RuntimeError):
 
 
 class TaskWatchdog:
-    """Checks at each :meth:`look` that the worker makes progress, at least every ``limit_s``
-    seconds."""
+    """Checks at each ``look`` that the worker makes progress, within ``limit_s`` seconds."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -28,11 +27,8 @@ class TaskWatchdog:
         self._since_s = 0.0
 
     def look(self, task: int, reached: int) -> float:
-        """Record the mark of the last check of the task that should be computing; returns the
-        seconds until the next call, at most.
-
-        Raises:
-            StalledError: the worker has made no progress for too long."""
+        """Record the mark of the last check; returns the max seconds until the next call. Raises
+        StalledError: no progress for too long."""
         now_s = self._clock()
         if self._seen != (task, reached):
             self._seen, self._since_s = (task, reached), now_s
@@ -49,16 +45,11 @@ _KEPT = 1024
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start.
+    """Counts since the start; times in seconds, from stop signals to stops.
 
-    Attributes:
-        suspended, deepest: prefills that are suspended now, and max of them at once.
-        suspensions: stops of prefills.
-        late_stops: stop signals to prefills that ended before they saw them.
-        discards: prefills discarded, as all their requests had ended.
-        suspended_s, decide_s: total time that prefills were suspended, and of decisions.
-        reserved_bytes: memory that is kept for suspended prefills, on one worker.
-        stop_s, stop_histogram, latest_stop_s: times from the stop signals to the stops."""
+    ``suspended`` and ``deepest`` are the present and the max number of suspended prefills.
+    ``late_stops``: signals to prefills that ended before they saw them. ``reserved_bytes``: on one
+    worker."""
 
     rounds: int = 0
     suspended: int = 0
@@ -75,8 +66,7 @@ class Stats:
     latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def ended(self, signalled_s: list[float], timing: Timing) -> list[float]:
-        """A task ended that had received stop signals at these times; returns how long each stop
-        took."""
+        """A task ended that had stop signals at these times; how long each stop took."""
         stopped_s = timing.stopped_s
         self.suspensions += len(stopped_s)
         self.late_stops += len(signalled_s) - len(stopped_s)

@@ -1,5 +1,4 @@
-"""What preemption requires of vLLM, beyond :mod:`sluice.replica.vllm.support`: the names that it
-uses, and a configuration in which a forward pass can be suspended and resumed."""
+"""What preemption requires of vLLM: names, and a configuration in which a pass can be suspended."""
 
 from __future__ import annotations
 
@@ -93,11 +92,7 @@ def executor(ranks: int) -> str:
 
 
 def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
-    """Check that running prefills can be preempted under ``vllm_config``.
-
-    Raises:
-        UnsupportedVllmError: they cannot; the message says why.
-    """
+    """Raises UnsupportedVllmError: running prefills cannot be preempted; the message says why."""
     check("preemption", WITH_PREEMPTION, PARTS, version)
     # These are made of what was checked.
     from sluice.replica.preemption.executor import PreemptiveExecutor, PreemptiveGroupExecutor

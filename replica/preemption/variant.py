@@ -34,10 +34,7 @@ class PreemptionVariant:
         }
 
     def check(self, vllm_config: Any) -> None:
-        """Check that running prefills can be preempted.
-
-        Raises:
-            sluice.replica.vllm.support.UnsupportedVllmError: they cannot; the message says why."""
+        """Raises UnsupportedVllmError: running prefills cannot be preempted; it says why."""
         # Imported here, as it imports vLLM, which then reads its settings from the environment.
         from sluice.replica.preemption.support import check_preemption
 
@@ -48,12 +45,8 @@ register(PreemptionVariant())
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> PreemptiveScheduler:
-    """The scheduler for ``vllm_config``, in an engine core that runs rounds from now on.
-
-    Raises:
-        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM or its configuration cannot
-            preempt.
-        ValueError: ``additional_config["sluice"]`` is missing or wrong."""
+    """The scheduler, in an engine core that runs rounds from now on. Raises UnsupportedVllmError.
+    Raises ValueError: ``additional_config["sluice"]`` is missing or wrong."""
     from sluice.replica.preemption.support import check_preemption
     from sluice.replica.vllm.scheduler import prepare
 

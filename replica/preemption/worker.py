@@ -1,8 +1,7 @@
 """The worker's side: runs tasks, and nested ones from inside a check of a suspended task.
 
-A model runner's input buffers, batch and attention metadata belong to one forward pass, which a
-suspended one still needs. So every depth of the stack has a runner of its own (a lane). All share
-the model, the KV cache and the requests."""
+Input buffers, batch and attention metadata belong to one forward pass. So every depth of the stack
+has a model runner of its own (a lane); all share the model, the KV cache and the requests."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encode
 
 
 class Lanes:
-    """vLLM's own runner for work without checks, and ``depth + 1`` private ones for tasks with
-    them."""
+    """vLLM's own runner for work without checks, and ``depth + 1`` private ones for tasks."""
 
     def __init__(self, worker: Any, depth: int) -> None:
         self.stock: Any = worker.model_runner
@@ -45,10 +43,8 @@ class Lanes:
 
     @contextmanager
     def nested(self) -> Iterator[None]:
-        """In this context other tasks run inside the one that computes. The KV connector has one
-        task's commands at a time, and the model one task's LoRA adapters: the suspended task gets
-        its own back.
-        """
+        """In this context other tasks run inside the one that computes; after it that one has its
+        commands of the KV connector and its LoRA adapters back."""
         with ExitStack() as kept:
             if self._connector is not None:
                 kept.enter_context(self._connector.step_suspended())
@@ -111,7 +107,6 @@ def new_runner(worker: Any) -> Any:
 
 
 def _kv_connector() -> Any:
-    """The worker's KV connector, if there is one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None
@@ -142,8 +137,7 @@ def _private_lane(worker: Any, connector: Any) -> Any:
 
 
 def share_workspace(stock: Any, lane: Any) -> None:
-    """Share FlashInfer's workspace of hundreds of megabytes, which is empty between two
-    operators."""
+    """Share FlashInfer's workspace (hundreds of megabytes), empty between two operators."""
     shared = None
     for builder in _builders(stock):
         if shared is None and hasattr(builder, "_get_workspace_buffer"):
@@ -154,7 +148,6 @@ def share_workspace(stock: Any, lane: Any) -> None:
 
 
 def _builders(runner: Any) -> list[Any]:
-    """The builders of a runner's attention metadata."""
     return [
         builder
         for groups in runner.attn_groups
@@ -164,8 +157,7 @@ def _builders(runner: Any) -> list[Any]:
 
 
 def saving_complete_kv(forward: Callable[..., Any], connector: Any) -> Callable[..., Any]:
-    """``forward``, of which ``connector`` saves KV only if it ends: vLLM has it save in any
-    case."""
+    """``forward``, after which ``connector`` saves KV only if it ends; vLLM always saves."""
 
     def saved(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -215,8 +207,7 @@ class _Running:
 
 
 class TaskRunner:
-    """Runs tasks on the thread that calls :meth:`serve`. All workers of a group get the same
-    commands."""
+    """Runs tasks on the thread that calls ``serve``; all workers get the same commands."""
 
     def __init__(
         self,
@@ -238,8 +229,7 @@ class TaskRunner:
         self.checks.pacer = Immediate(clock)
 
     def make_ready(self, worker: Any, options: PreemptionConfig) -> int:
-        """Take vLLM's worker, complete with its KV cache, and put checks into its model; returns
-        their number."""
+        """Put checks into the model of vLLM's worker with its KV cache; returns their number."""
         assert options.granularity != "off"
         self.checks.pacer = pacer_for(worker.device)
         checks = self.checks.install(worker.model_runner.get_model(), options.granularity)
@@ -257,10 +247,7 @@ class TaskRunner:
         self._serve(None)
 
     def _serve(self, suspended: int | None) -> None:
-        """Carry out commands on behalf of a ``suspended`` task, until it resumes.
-
-        Raises:
-            _GivenUpError: the task is discarded."""
+        """Carry out commands until the ``suspended`` task resumes. Raises _GivenUpError."""
         while not self._exiting:
             command = self._receive()
             match command:
@@ -307,8 +294,7 @@ class TaskRunner:
         self._answer(answer)
 
     def _compute(self, lane: Any, run: RunTask) -> tuple[Any, Any]:
-        """Compute one batch with ``lane`` as the worker's model runner; returns the output and the
-        drafts."""
+        """Compute one batch on ``lane``; the output and the drafts."""
         import torch
 
         worker = self._worker
@@ -332,7 +318,6 @@ class TaskRunner:
             worker.model_runner = outer
 
     def _suspended(self) -> None:
-        """Called at the check at which the running task stops."""
         running = self._stack[-1]
         stopped_s = self.checks.pacer.stop()
         try:

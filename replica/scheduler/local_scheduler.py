@@ -1,6 +1,5 @@
 """What every engine's scheduler does around a batch: plan it by policy, learn from its real time,
-and publish the state. The vLLM adapter and the simulated engine differ only in what they call.
-"""
+and publish the state. vLLM's adapter and the simulated engine differ only in what they call."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class BatchLog:
         self._lines = 0
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append one batch, up to :data:`MAX_LOG_LINES`. A full disk ends the log, not the
-        engine."""
+        """Append one batch, up to ``MAX_LOG_LINES``. A full disk ends the log, not the engine."""
         if self._file is None:
             return
         try:
@@ -86,20 +84,13 @@ class BatchLog:
 class StepTimes:
     """Times of steps that overlap: the next one is scheduled before the last one has ended.
 
-    In a pipeline each stage works on a different batch, so batches end about a stage's time apart.
-    A step's time is that of its batch in all stages, as a request has its next token no sooner.
+    In a pipeline batches end about a stage's time apart, but a step's time is that of all stages,
+    as a request has its next token no sooner. The stages count as equal.
 
-    With asynchronous scheduling and vLLM's executor in one process, the engine's loop launches the
-    next batch before it looks for the end of the one before. A launch can take longer than a short
-    batch (a prefill of an 8B model on an H100 10 to 25 ms, a batch of decodes 7), so the end is
-    seen late. Where the loop did not wait for the end, it lies between the start of the next launch
-    and the moment at which it is seen, and the prediction decides where. What it misses there is in
-    the time of the next step, so together they last as long as they do.
-
-    Args:
-        stages: of the pipeline. They count as equal, as vLLM divides the layers evenly.
-        launches: the engine's loop launches batches itself, see above.
-    """
+    With ``launches`` the engine's loop launches a batch before it looks for the end of the one
+    before. A launch (8B model, H100: 10 to 25 ms for a prefill) can outlast a short batch, whose
+    end is then seen late: between the next launch's start and that moment the prediction decides.
+    What it misses is in the next step's time, so the sum is right."""
 
     def __init__(self, stages: int = 1, launches: bool = False) -> None:
         self.stages = stages
@@ -122,13 +113,9 @@ class StepTimes:
     ) -> float:
         """The oldest step ends now. Returns the seconds that its batch was computed, without waits.
 
-        A batch that never waits inside is computed from the moment when the batch before it has
-        left the first stage; one that waits ends a stage's time after the batch before it. Each of
-        the two times is too long in the other case.
-
-        Args:
-            started_s: when it was scheduled.
-            predicted_s: of the batch; 0 where no model is known yet."""
+        A batch that never waits begins when the one before has left the first stage; one that waits
+        ends a stage's time after it. Each of the two times is too long in the other case.
+        ``predicted_s``: 0 if no model is known."""
         if self._launches:
             next_s, spent_s = self._launched
             entered_s = max(started_s, self._last_end_s)
@@ -148,13 +135,8 @@ class StepTimes:
 
 
 class Occupancy:
-    """When the batches in flight leave a pipeline of ``stages``, by their predictions and by the
-    ends of others: without these, errors of predictions would add up while any batch is in flight.
-
-    Attributes:
-        entry_free_s: when the newest one leaves the first stage: then the next one can begin.
-        busy_until_s: when it leaves the last one.
-    """
+    """When the batches in flight leave the first stage and the last, by predictions and by real
+    ends: without these, errors of predictions would add up."""
 
     def __init__(self, stages: int = 1) -> None:
         self._stages = stages
@@ -163,8 +145,7 @@ class Occupancy:
         self.busy_until_s = 0.0
 
     def began(self, start_s: float, predicted_s: float, behind: bool) -> None:
-        """A batch of ``predicted_s`` in all stages begins at ``start_s``, ``behind`` others or
-        not."""
+        """A batch of ``predicted_s`` in all stages begins, ``behind`` others or not."""
         stage_s = predicted_s / self._stages
         # At the earliest a stage's time after the batch before it.
         behind_s = self.busy_until_s + stage_s if behind else 0.0
@@ -179,9 +160,8 @@ class Occupancy:
 
 
 def next_start_s(queue: QueueView, plan: BatchPlan, end_s: float) -> float:
-    """When the batch after ``plan``, which ends at ``end_s``, must begin for the promised decodes
-    of the plan to have their next token in time, too; infinite if none can, or none has a TPOT.
-    ``O(batch)``."""
+    """When the batch after ``plan``, which ends at ``end_s``, must begin for its promised decodes
+    to have their next token in time; infinite if none can, or none has a TPOT. ``O(batch)``."""
     rows = queue.table[plan.rows]
     rows = rows[(rows[:, PENDING] <= plan.tokens) & (rows[:, BEST_EFFORT] == 0)]
     due_s = deadlines_s(rows, Anchor.FIRST_TOKEN.code)
@@ -193,10 +173,9 @@ def next_start_s(queue: QueueView, plan: BatchPlan, end_s: float) -> float:
 def spare_tokens(
     before: Iterable[tuple[float, float]], start_s: float, latency: LatencyModel, stages: int
 ) -> int:
-    """Most tokens of a batch that begins at ``start_s`` behind others in a pipeline, if their
-    decodes must keep their TPOT: the next batch of these waits until it has left the first stage.
-    It may always be as long as the shortest of them. ``O(batches)``. ``before``: of each batch in
-    flight :func:`next_start_s`, and the seconds that it takes."""
+    """Most tokens of a batch that begins at ``start_s`` in a pipeline without delaying others'
+    TPOT; it may be as long as the shortest batch in flight. ``before``: of each, ``next_start_s``
+    and the seconds that it takes."""
     longest_s = min(
         (max(stages * (next_s - start_s), seconds) for next_s, seconds in before), default=inf
     )
@@ -205,8 +184,7 @@ def spare_tokens(
 
 @dataclass(slots=True)
 class RunningStages:
-    """The stages of a live request: its whole SLO and arrival (monotonic), the tokens that end its
-    reasoning, and how far it is."""
+    """A live request's stages: whole SLO, arrival (monotonic), ends of reasoning, progress."""
 
     slo: SLO
     arrival_s: float
@@ -217,17 +195,11 @@ class RunningStages:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A live request, beyond what its engine knows of it.
+    """A live request, beyond what its engine knows of it; one API call can be several.
 
-    To a policy each of its ``stages`` is a request of its own, whose prompt includes the output
-    before it: ``begun`` tokens. ``slo`` and ``arrival_s`` are those of the current stage, which
-    begins with the last token of the one before.
-
-    Attributes:
-        name: its id in the fleet, or a variant: one API call can be several engine requests.
-        args: what came with it. slot: its row of the state table, or :data:`NO_SLOT`.
-        max_tokens: of its output. expected_tokens: predicted for its whole output; nan: unknown.
-    """
+    To a policy each stage is a request, whose prompt includes the ``begun`` tokens of output before
+    it. ``slo`` and ``arrival_s`` are the current stage's. ``expected_tokens`` is for the whole
+    output, nan if unknown."""
 
     name: str
     args: RequestArgs
@@ -264,13 +236,8 @@ def end_among(token_ids: Sequence[int], ends: frozenset[int]) -> int:
 class StepInFlight:
     """A batch that the engine is running.
 
-    Attributes:
-        parts_s: fixed part and work of its uncorrected prediction.
-        preempted: requests that lost their KV. record: its line in the batch log.
-        checked: the drafted tokens among its own, by request.
-        drafted: most tokens that a draft model drafts in it for one request; ``None``: no model.
-        next_start_s: in a pipeline, see :func:`next_start_s`.
-    """
+    ``parts_s``: fixed part and work of its uncorrected prediction. ``checked``: drafted tokens
+    among its own, by request. ``drafted``: most that a draft model drafts for one request."""
 
     started_s: float
     plan: BatchPlan
@@ -284,21 +251,10 @@ class StepInFlight:
 
 
 class LocalScheduler:
-    """Policy, latency model with its correction, and state table of one engine.
+    """Policy, latency model with its correction, and state table of one engine. Not thread-safe.
 
-    For each batch: :meth:`plan`, then :meth:`begin_step` with what the engine will really run, then
-    :meth:`end_step`. Batches end in the order in which they began. Not thread-safe.
-
-    Args:
-        times: measures steps that overlap.
-        of_role: makes the policy for a role; ``policy`` is that for the table's role now.
-
-    Attributes:
-        requests: the live requests by the engine's ids.
-        model: in use for plans, with its online correction and its headroom.
-        counts: totals that the table's summary has by these names.
-        drafts: counts of drafted tokens.
-    """
+    For each batch: ``plan``, ``begin_step`` with what the engine will really run, ``end_step``.
+    Batches end in the order in which they began. ``model`` includes correction and headroom."""
 
     def __init__(
         self,
@@ -348,11 +304,8 @@ class LocalScheduler:
         max_tokens: int,
         name: str | None = None,
     ) -> TrackedRequest:
-        """Begin to follow a new request; ``key`` and ``name`` are its names in the fleet.
-
-        If the table is full the request is planned like any other but has no row, so readers do not
-        see it: an accepted request must not fail because the table is full.
-        """
+        """Begin to follow a new request. If the table is full it is planned but has no row: an
+        accepted request must not fail because of that."""
         slo, arrival_s = args.slo, args.arrival_s
         try:
             slot = self._table.allocate(key, slo, arrival_s, prompt_tokens, args.best_effort)
@@ -379,9 +332,8 @@ class LocalScheduler:
     def follow_stages(
         self, tracked: TrackedRequest, tokens: int, now_s: float, reasoned: int = 0
     ) -> bool:
-        """``tokens`` of a request of stages left the engine at ``now_s``, after ``reasoned`` of
-        which its reasoning ended; 0: it did not. Returns whether it is in another stage now: then
-        the next plan follows that stage's objective. ``O(1)``."""
+        """``tokens`` left the engine, after ``reasoned`` of which the reasoning ended (0: not).
+        Whether it is in another stage now, whose objective the next plan follows. ``O(1)``."""
         stages = tracked.stages
         assert stages is not None
         stages.emitted += tokens
@@ -404,8 +356,7 @@ class LocalScheduler:
             tracked.expected_tokens = min(longer, tracked.max_tokens)
 
     def forget(self, engine_id: str, output_tokens: int | None = None) -> None:
-        """Stop following a request; unknown ids are ignored. ``output_tokens`` of an output that
-        ended by itself: predictions for its service class learn from it."""
+        """Stop following a request, if known; predictions learn from a finished output's length."""
         tracked = self.requests.pop(engine_id, None)
         if tracked is None:
             return
@@ -420,8 +371,7 @@ class LocalScheduler:
             self._table.free(tracked.slot)
 
     def refresh_model(self) -> None:
-        """Adopt a model and a role that were written to the table, and what was learned from the
-        last step. A policy whose options a role does not change is kept, with its state."""
+        """Adopt the table's model and role; a policy with unchanged options keeps its state."""
         model, role = self._table.orders()
         if model is not None:
             self._base_model = model
@@ -478,13 +428,9 @@ class LocalScheduler:
         *,
         fetched: Collection[str] = (),
     ) -> StepInFlight:
-        """The engine starts a batch. One that was planned empty and is empty is no step: it is
-        neither counted nor logged.
-
-        Args:
-            ran: engine id, new tokens and computed tokens before, of each request.
-            checked: how many of the new tokens are drafted ones, where there are any.
-            fetched: planned requests that run later, as the engine now fetches their KV."""
+        """The engine starts a batch; one planned empty that is empty is no step. ``ran``: id, new
+        tokens, and computed tokens before; ``fetched``: planned requests whose KV is fetched
+        first."""
         self.counts["preemptions"] += len(preempted)
         ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
         work = StepSample.of_arrays(np.array(tokens), np.array(computed), drafted or 0)
@@ -521,13 +467,8 @@ class LocalScheduler:
         next_begins_s: float = 0.0,
     ) -> None:
         """The engine finished ``step``: learn its time, unless it was ``disturbed`` by other work
-        of the engine, and publish the state.
-
-        Args:
-            seconds: that it took, where the engine says so; default: that of :class:`StepTimes`.
-            cpu_s: the processor time of this thread.
-            next_begins_s: when the batch after those in flight can begin, at the earliest now.
-        """
+        of the engine, and publish the state. ``cpu_s``: of this thread; ``next_begins_s``: at the
+        earliest now."""
         computed = step.work.new_tokens > 0
         drafting_s = self._draft_time.seconds * (step.drafted or 0)
         predicted_s = self._correction.predicted_s(*step.parts_s) + drafting_s
@@ -570,8 +511,7 @@ class LocalScheduler:
         drafting_s: float,
         disturbed: bool,
     ) -> None:
-        """Learn from the ``seconds`` that a step took. They were predicted as ``predicted_s``, of
-        which ``drafting_s`` for its drafts."""
+        """Learn a step's ``seconds`` against ``predicted_s``, with ``drafting_s`` of it."""
         ratio = seconds / predicted_s
         self.counts["step_ratio_sum"] += ratio
         self._table.summary["step_ratio_histogram"][0, bisect_left(STEP_RATIO_BUCKETS, ratio)] += 1
@@ -608,16 +548,11 @@ class LocalScheduler:
 
 
 class GarbageCollector:
-    """Replaces Python's garbage collection in an engine's process, until :meth:`stop`.
+    """Replaces Python's garbage collection in an engine's process, until ``stop``.
 
-    Python's collector stops the process at an arbitrary moment; FairBatching §4 saw pauses of
-    hundreds of milliseconds. As there, objects from start-up are never examined again, and a
-    collection waits until no prefill is queued, the decodes have slack, and the last one is long
-    past. The paper gives no bound; here garbage cannot pile up for more than a minute.
-
-    Args:
-        clock: monotonic seconds, the clock of the queue's times.
-    """
+    A collection at an arbitrary moment pauses for hundreds of milliseconds (FairBatching §4). As
+    there, objects from start-up are never examined again, and a collection waits for decodes with
+    slack and no queued prefill; unlike there, for one minute at most."""
 
     MIN_INTERVAL_S = 5.0
     MAX_INTERVAL_S = 60.0
@@ -629,8 +564,7 @@ class GarbageCollector:
         self._pause_s = 0.02
 
     def before_batch(self, queue: QueueView, step_s: float) -> None:
-        """Collect if it is time, before a batch of ``queue`` that takes ``step_s``. The first call
-        ends the process's start-up. ``O(requests)``, within the minimum interval ``O(1)``."""
+        """Collect if it is time. The first call ends start-up. ``O(requests)``, mostly ``O(1)``."""
         now_s = self._clock()
         if self._last_s is None:
             gc.disable()

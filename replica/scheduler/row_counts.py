@@ -1,8 +1,5 @@
-"""Compiled loops from an engine's counts of tokens to the rows of a queue.
-
-Arrays of a few hundred rows are small: a step would spend more time in numpy's calls than in their
-loops, most of all after a forward pass, when neither is in the processor's caches.
-"""
+"""Compiled loops from an engine's counts of tokens to the rows of a queue: for arrays of a few
+hundred rows numpy's calls would take longer than its loops, with cold caches most of all."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -47,16 +44,10 @@ def queue_rows(
     limits: tuple[int, int],
     busy_until_s: float,
 ) -> tuple[Ints, Floats, Ints]:
-    """The requests that could run now, by place: their places, their rows, and the numbers of the
-    rows that have emitted what was expected. ``O(requests)``.
-
-    Args:
-        table: ``float64[places, FIELDS]``, what seldom changes.
-        most: by place, the most tokens that a request can have.
-        running, waiting: ``int64[n, COUNTS]``, each by place.
-        limits: the most tokens that the model allows, and tokens per block.
-        busy_until_s: when the tokens in flight leave.
-    """
+    """The requests that could run now: their places, rows, and the numbers of those that have
+    emitted what was expected. ``table``: ``float64[places, FIELDS]``; ``running``, ``waiting``:
+    ``int64[n, COUNTS]``, each by place; ``most``: max tokens by place; ``busy_until_s``: end of
+    tokens in flight."""
     longest, block_tokens = limits
     total = running.shape[0] + waiting.shape[0]
     places = np.empty(total, np.int64)
@@ -100,12 +91,8 @@ def queue_rows(
 
 @compiled
 def changed_rows(table: Floats, counts: Ints, runs: Ints, block_tokens: int) -> Floats:
-    """The rows of requests as the state table has them. ``O(requests)``.
-
-    Args:
-        table: ``float64[places, FIELDS]``. counts: ``int64[n, COUNTS]``.
-        runs: per request, 1 if it runs.
-    """
+    """The rows of requests as the state table has them, from ``table``, ``float64[places,
+    FIELDS]``, and ``counts``, ``int64[n, COUNTS]``; ``runs`` is 1 if a request runs."""
     rows = np.empty((counts.shape[0], FIELDS))
     for number in range(counts.shape[0]):
         row = rows[number]

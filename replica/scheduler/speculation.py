@@ -1,9 +1,7 @@
-"""Speculative decoding in an engine: its configuration, the number of tokens to draft for the next
-step, the time of drafting, and the counts of accepted drafts. The plan decides how many drafted
-tokens a step checks, see :mod:`sluice.scheduling.latency.speculation`.
+"""Speculative decoding in an engine: configuration, draft lengths, drafting time, accepted counts.
 
-vLLM drafts behind a step and checks the drafts in the request's next one: ``1 + d`` tokens of a
-decode are its next one and ``d`` drafts, of which it drops what a cap leaves out."""
+vLLM drafts behind a step and checks in the request's next one ``1 + d`` tokens: the next and ``d``
+drafts, of which it drops what a cap leaves out. The plan decides how many are checked."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ _MEMORY = 0.98
 
 def with_all_lengths(given: Any) -> dict[str, Any]:
     """vLLM's ``speculative-config`` with every length from 0 to the max, so that vLLM is prepared
-    for each. vLLM takes one length per batch size; these values do not matter. Raises ValueError:
-    ``given`` is neither, has no valid ``num_speculative_tokens``, or sets lengths itself."""
+    for each; which batch size has which length does not matter. Raises ValueError: ``given`` is
+    wrong."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -55,13 +53,11 @@ def with_all_lengths(given: Any) -> dict[str, Any]:
 
 
 class DraftLength:
-    """How many tokens the engine drafts in the next step, for the step after it: in place of vLLM's
-    table of lengths by batch size, the same one for every batch size.
+    """How many tokens the engine drafts in the next step, in place of vLLM's table by batch size.
 
-    Looking drafts up costs nothing, so then it is always the maximum. A draft model drafts one
-    token more than the last plan took, so that the next plan can take more, and none after a plan
-    that took none. Then, in every eighth step with decodes, it drafts the maximum, to check whether
-    drafts pay again."""
+    Looking up drafts is free: always the max. A draft model drafts one token more than the last
+    plan took, none if that took none, and the max in every eighth step with decodes, to check
+    whether drafts pay again."""
 
     def __init__(self, method: str, most: int) -> None:
         self.free = method in FREE_METHODS
@@ -73,8 +69,7 @@ class DraftLength:
         return self.length
 
     def planned(self, decodes: bool, offered: bool, taken: int) -> None:
-        """A batch has been planned: whether it has ``decodes``, whether tokens were ``offered`` for
-        any of them, and the most drafted tokens of one decode that it checks."""
+        """A planned batch: has it ``decodes``, ``offered`` drafts, and how many of one decode."""
         if self.free:
             return
         if offered:
@@ -87,10 +82,8 @@ class DraftLength:
 
 
 class DraftTime:
-    """Time to draft one token for every decode, learned from whole steps: the two unknowns of
-    ``step = factor * predicted + drafted * time`` by least squares, with decreasing weight of older
-    steps. ``O(1)``.
-    """
+    """Time to draft one token for every decode, by least squares on ``step = factor * predicted +
+    drafted * time`` with decreasing weight of older steps. ``O(1)``."""
 
     def __init__(self) -> None:
         self._squares = np.zeros((2, 2))
@@ -99,8 +92,7 @@ class DraftTime:
         """Seconds per drafted token, >= 0."""
 
     def observe(self, predicted_s: float, drafted: int, seconds: float) -> None:
-        """A step of ``predicted_s`` without drafting (> 0), for which up to ``drafted`` tokens were
-        drafted for one decode, took ``seconds``."""
+        """A step of ``predicted_s`` (> 0) took ``seconds``, with ``drafted`` tokens per decode."""
         # A step that the machine delayed must not weigh as much as hundreds.
         ratio = min(seconds / predicted_s, 4.0)
         # In units of the step: a long step is no better evidence than a short one.
@@ -116,8 +108,7 @@ class DraftTime:
 
 
 class DraftCounts:
-    """Counts of drafted tokens that were ``checked`` and ``accepted``: by service class for the
-    planner, in total for metrics; and ``lengths``, decode steps by how many tokens they checked."""
+    """Counts of ``checked`` and ``accepted`` drafts by class; ``lengths``: steps by drafts."""
 
     def __init__(self) -> None:
         self.rates = AcceptanceRates()
@@ -142,14 +133,8 @@ class DraftCounts:
 
 
 class PlannedDrafts:
-    """The drafts of one engine's requests.
-
-    Per step: :meth:`offer` for each decode in a pass over the requests, :meth:`planned` with the
-    plan, :meth:`checked` for the drafts that the step checks, and :meth:`learn` with its result.
-
-    Args:
-        scheduler: vLLM's; it must decode speculatively, and wait for each batch.
-    """
+    """The drafts of one engine's requests. Per step: ``offer`` for each decode, ``planned``,
+    ``checked``, and ``learn`` with the result. The engine must wait for each batch."""
 
     def __init__(self, scheduler: Any) -> None:
         config = scheduler.vllm_config.speculative_config
@@ -167,8 +152,7 @@ class PlannedDrafts:
 
     @property
     def drafted(self) -> int | None:
-        """Max tokens that a draft model drafts for one request in the step that was planned last;
-        ``None`` without a draft model."""
+        """Max tokens drafted for one request in the step planned last; ``None``: no draft model."""
         return None if self._length.free else self._length.length
 
     def begin_pass(self) -> None:
@@ -177,8 +161,7 @@ class PlannedDrafts:
         self._decodes = False
 
     def offer(self, request: Any) -> int:
-        """How many drafted tokens the next step of a running decode could check. Drafts beyond its
-        max output or total length do not count."""
+        """Drafts that a decode's next step could check within its output and length limits."""
         self._decodes = True
         drafts: int = min(
             len(request.spec_token_ids),
@@ -191,13 +174,11 @@ class PlannedDrafts:
         return drafts
 
     def held_blocks(self, request_id: str) -> int:
-        """KV blocks of a running request: they may be more than its computed tokens fill, after
-        drafts that were wrong."""
+        """KV blocks of a running request: wrong drafts may leave more than its tokens fill."""
         return len(self._blocks.get(request_id, ()))
 
     def tokens(self, most: int, sequences: int) -> int:
-        """Max new tokens of a batch of ``sequences`` sequences, as drafting takes slots of its
-        input."""
+        """Max new tokens of a batch; drafting takes slots of its input for each sequence."""
         return max(1, min(most, self._batched - self._slots * sequences))
 
     def planned(self, entries: Iterable[PlannedTokens]) -> None:
@@ -221,8 +202,7 @@ class PlannedDrafts:
         requests: Mapping[str, Any],
         counts: DraftCounts,
     ) -> None:
-        """A batch is over; vLLM has not processed its result yet, which cuts tokens after a
-        stop."""
+        """A batch is over; vLLM has yet to process its result, and to cut tokens after a stop."""
         sampled = runner_output.sampled_token_ids
         for request_id, drafts in checked.items():
             tracked = requests.get(request_id)

@@ -1,12 +1,9 @@
 """One engine's scheduler state in shared memory: written after every step, readable at any time.
 
-It holds a row per live request, a summary, and the chunks of prompts whose KV the engine has; the
-latest step samples; and the latency model and the role to follow, which readers write.
-
-One writer (the process that schedules) and any number of readers on the same host, without locks: a
+One writer (the process that schedules) and any number of readers on the host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
-fence on either side of the copy. Writing takes microseconds and never waits.
-"""
+fence on either side. Writing takes microseconds and never waits. Readers write the latency model
+and the role."""
 
 from __future__ import annotations
 
@@ -48,9 +45,8 @@ _EXPEDITED, _REGISTER = 1 << 1, 1 << 2
 
 
 def reader_fence(machine: str | None = None) -> Callable[[], None]:
-    """The function that a reader of shared memory calls between two reads that must not be
-    reordered. Both processes must have called this before: that registers them. Raises
-    RuntimeError: this machine may reorder reads and writes, and its kernel has no fence."""
+    """The function to call between two reads of shared memory that must not be reordered. Writer
+    and reader must both have called this. Raises RuntimeError: this machine has no fence."""
     machine = machine or platform.machine()
     return (lambda: None) if machine in _IN_ORDER else membarrier(machine)
 
@@ -122,14 +118,8 @@ class TableFullError(RuntimeError):
 
 
 class StateTable:
-    """The table. Make it with :meth:`create`, join it from another process with :meth:`open`.
-    Raises RuntimeError: this machine may reorder reads and writes, and its kernel has no fence.
-
-    Args:
-        buffer: writable memory of :meth:`nbytes` bytes, zeroed for a new table.
-
-    Attributes:
-        summary: ``SUMMARY[1]``; its histograms are counted in place, outside a write."""
+    """The table of ``buffer``, zeroed memory of ``nbytes`` bytes if it is new. ``summary``'s
+    histograms are counted outside a write. Raises RuntimeError: this machine has no fence."""
 
     def __init__(
         self,
@@ -188,8 +178,7 @@ class StateTable:
 
     @classmethod
     def open(cls, path: Path) -> StateTable:
-        """Join the table in ``path``. Raises ValueError: the file is no table of this version.
-        Raises OSError: it cannot be opened."""
+        """Join the table in ``path``. Raises ValueError: another version. Raises OSError."""
         buffer = _map(path)
         if len(buffer) < _HEADER.itemsize:
             raise ValueError(f"{path} is no state table")
@@ -204,8 +193,7 @@ class StateTable:
     def allocate(
         self, key: int, slo: SLO, arrival_s: float, prompt_tokens: int, best_effort: bool = False
     ) -> int:
-        """Take a slot for a new, waiting request and return it, or raise
-        :class:`TableFullError`."""
+        """A slot for a new, waiting request. Raises TableFullError."""
         if not self._free:
             raise TableFullError(f"all {self.capacity} request slots are in use")
         slot = self._free.pop()
@@ -237,8 +225,7 @@ class StateTable:
     def begin_stage(
         self, slot: int, slo: SLO, now_s: float, prompt_tokens: int, later: Later
     ) -> None:
-        """The request in ``slot`` begins another stage, with this objective. Its prompt grows by
-        ``prompt_tokens``: the output before the stage."""
+        """Another stage begins; its prompt grows by ``prompt_tokens``, the output before it."""
         ttft_s, tpot_s, e2e_s, _ = slo.columns
         self._sequence += 1
         row = self._rows[slot]
@@ -301,11 +288,9 @@ class StateTable:
     # Methods of readers.
 
     def read(self) -> EngineState:
-        """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds.
-
-        It may block its thread, an event loop's perhaps, for about 20 ms and no longer. Raises
-        RuntimeError: the writer stopped in the middle of a write for that long. It is dead, or the
-        machine is so busy that the writer lost its core for that long: call again to be sure."""
+        """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds; it
+        blocks its thread for 20 ms at most. Raises RuntimeError: the writer stopped within a write
+        for that long, as it is dead or lost its core: call again to be sure."""
         for attempt in range(30):
             before = int(self._sequence[0])
             if before % 2 == 0:
@@ -323,8 +308,7 @@ class StateTable:
         raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
 
     def set_model(self, model: LatencyModel) -> None:
-        """Have the scheduler plan with ``model`` from its next step on. Its headroom is kept; its
-        correction is dropped, as the scheduler learns its own."""
+        """Plan with ``model`` from the next step on, with its headroom but not its correction."""
         coefficients = model.coefficients
         self._header["family"] = _MODELS.index(type(model))
         self._header["coefficients"][0, : len(coefficients)] = coefficients

@@ -1,9 +1,6 @@
-"""How a request's SLO travels through vLLM: keys in ``SamplingParams.extra_args``.
-
-vLLM's OpenAI layer takes them as ``vllm_xargs`` (strings and numbers only) and hands them to the
-scheduler unchanged, in another process. The settings of that scheduler travel in
-``additional_config``.
-"""
+"""How a request's SLO travels through vLLM: keys in ``SamplingParams.extra_args``, which vLLM's
+OpenAI layer takes as ``vllm_xargs`` (strings and numbers only) and hands to the scheduler
+unchanged."""
 
 from __future__ import annotations
 
@@ -29,9 +26,8 @@ MAX_HASH: Final = (1 << 63) - 1
 CONFIG_KEY = "sluice"
 TABLE_FOLDER = "SLUICE_TABLE_FOLDER"
 BATCH_LOG = "SLUICE_BATCH_LOG"
-"""Environment variables, followed by the number of the engine in its process, with which the paths
-of an engine's files begin: vLLM finds compiled code by all of its settings, these among them, and
-the files have other names at each start."""
+"""Environment variables, with the engine's number appended, that stand for the start of its files'
+paths: vLLM finds compiled code by all settings, and paths differ at each start."""
 
 KEY_PREFIX = "sluice_"
 ID = "sluice_id"
@@ -41,14 +37,8 @@ _PATHS = ("state_table", "batch_log")
 
 
 class RequestArgs(NamedTuple):
-    """What Sluice adds to an engine request.
-
-    Attributes:
-        request_id: in the fleet, shared by all sequences of one API call.
-        arrival_s: when the edge received it, on the host's monotonic clock.
-        tenant: hash of its tenant, 63 bits. weight: of the tenant's share, > 0.
-        reasoning_ends: tokens that end its reasoning, if one of its stages ends with that.
-    """
+    """What Sluice adds to an engine request. ``request_id``: shared by all sequences of one API
+    call; ``arrival_s``: on the host's monotonic clock; ``tenant``: a hash of 63 bits."""
 
     request_id: str
     arrival_s: float
@@ -87,9 +77,7 @@ def to_xargs(args: RequestArgs) -> dict[str, str]:
 
 
 def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -> RequestArgs:
-    """Read the keys back. Without any, as of direct use of the engine, there is no SLO, the id is
-    ``default_id``, and the arrival ``now_s``. Raises ValueError: a key holds what
-    :func:`to_xargs` cannot have written."""
+    """Read the keys back; without any there is no SLO. Raises ValueError: a key is wrong."""
     own = reserved_keys(xargs)
     if not own:
         return RequestArgs(default_id, now_s, SLO())
@@ -155,8 +143,7 @@ class SchedulerSettings(BaseModel):
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> SchedulerSettings:
-        """Read it back; paths may begin with an environment variable. Raises ValueError: it is
-        missing or wrong."""
+        """Paths may begin with an environment variable. Raises ValueError: missing or wrong."""
         given = additional_config.get(CONFIG_KEY) if isinstance(additional_config, dict) else None
         if not isinstance(given, dict):
             raise ValueError(

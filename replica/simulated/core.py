@@ -1,6 +1,5 @@
-"""The simulated engine without a clock of its own: the simulator's continuous batching
-(:mod:`sluice.simulation.rows`) with a replica's local scheduler, one step at a time, in real time
-or in virtual time. Times are seconds on the caller's monotonic clock."""
+"""The simulated engine without a clock: continuous batching (:mod:`sluice.simulation.rows`) with a
+replica's local scheduler. Times are seconds on the caller's monotonic clock, real or virtual."""
 
 from __future__ import annotations
 
@@ -24,14 +23,8 @@ from sluice.simulation.rows import LIVE, OUTGROWN, PRIVATE, TARGET, Rows
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """One sequence: a prompt, and the number of tokens that it will produce.
-
-    Attributes:
-        key, engine_id: its number, and the same as plans name it.
-        owner, choice: the submitter's.
-        prefill_only: it ends with its prompt, and is not used to predict output lengths.
-        emitted: tokens so far. live: until it has ``output_tokens`` or was aborted.
-    """
+    """One sequence. ``prefill_only``: it ends with its prompt, and is not used to predict output
+    lengths. ``emitted``: tokens so far. ``live``: not finished or aborted."""
 
     key: int
     engine_id: str
@@ -61,17 +54,10 @@ class SimulatedStep(NamedTuple):
 
 
 class SimulatedCore:
-    """Queue, KV blocks and batches of a simulated engine: :class:`~sluice.simulation.rows.Rows`
-    with a local scheduler and a state table.
+    """Queue, KV blocks and batches of a simulated engine. Not thread-safe.
 
-    At most one step is in flight: :meth:`begin`, then :meth:`complete`. Requests may be submitted
-    and aborted at any time, also in between. Not thread-safe.
-
-    A step costs ``O(live requests)`` besides the policy's plan; nothing costs per prompt token.
-
-    Attributes:
-        live: sequences that could run, by key. rows: theirs.
-    """
+    At most one step is in flight: ``begin``, then ``complete``; submit and abort at any time. A
+    step costs ``O(live requests)`` besides the plan; nothing costs per prompt token."""
 
     def __init__(
         self, config: SimulatedEngineConfig, scheduler: LocalScheduler, table: StateTable
@@ -102,10 +88,8 @@ class SimulatedCore:
         prefill_only: bool = False,
         cached_tokens: int = 0,
     ) -> SimulatedSequence:
-        """Queue a sequence. With a ``transfer`` the KV of its prompt comes from another engine; an
-        earlier sequence has left that of ``cached_tokens`` here. Its blocks are allocated when it
-        begins to run. Raises ValueError: the sequence could never run: no prompt, no output, or
-        longer than the model allows."""
+        """Queue a sequence; with a ``transfer`` the KV of its prompt comes from another engine.
+        Raises ValueError: it could never run."""
         if prompt_tokens < 1 or output_tokens < 1:
             raise ValueError("a sequence needs at least one prompt token and one output token")
         if prompt_tokens + output_tokens > self.max_model_tokens:
@@ -177,8 +161,7 @@ class SimulatedCore:
             self._scheduler.kv_arrived(now_s - transfer.asked_s, int(row[COMPUTED]), 0)
 
     def begin(self, now_s: float) -> SimulatedStep | None:
-        """Plan and start the next batch; ``None`` if no request could run. Raises RuntimeError:
-        nothing could run although requests are live: a fault in the engine."""
+        """Start the next batch, if a request could run. Raises RuntimeError: an engine fault."""
         if self._awaited:
             self._admit_arrived(now_s)
         if not self.live:
@@ -239,11 +222,8 @@ class SimulatedCore:
         now_s: float,
         emit: Callable[[SimulatedSequence], None],
     ) -> None:
-        """The batch is done: count its tokens, end finished sequences, publish the state.
-
-        ``emit`` is called for each sequence that produced a token, after its counts changed and
-        before the state is published; ``live`` is then false if it was the sequence's last token.
-        """
+        """The batch is done. ``emit`` is called for each sequence with a token, after its counts
+        changed and before the state is published; ``live`` is false at its last one."""
         rows, scheduler = self.rows, self._scheduler
         outgrown = set[int]()
         for key, turn in rows.complete(now_s).tolist():

@@ -1,6 +1,5 @@
-"""An engine with a latency model in place of a GPU, in real time. It runs the same policies through
-the same local scheduler as the vLLM engine, and speaks the same API; outputs are made up
-(:mod:`sluice.replica.openai_format`)."""
+"""An engine with a latency model in place of a GPU, in real time, with the same policies, local
+scheduler and API as the vLLM engine; outputs are made up."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ about a millisecond, which must not add up, and a stall must not be replayed as 
 
 
 class _LiveCall:
-    """An API call in the engine: the number of tokens of each choice, and the consumer that waits
-    for them. A slow consumer costs no memory and gets larger chunks."""
+    """Tokens of each choice of a live call, and its consumer; a slow one gets larger chunks."""
 
     __slots__ = (
         "aborted",
@@ -81,16 +79,11 @@ class _LiveCall:
 
 
 class SimulatedEngine:
-    """An engine without a model; see :class:`sluice.replica.engine.Engine`.
+    """An engine without a model. Sequences share no KV, also not those of one prompt; the model is
+    at most as long as the KV holds.
 
-    Sequences share no KV, also not those of one prompt. The model is at most as long as the KV
-    holds. Transferred KV is only a name of the prompt, and takes time to arrive. Raises ValueError
-    or OSError: the latency profile or the batch log cannot be used.
-
-    Args:
-        config: ``config.simulated`` is the ground truth; the planner knows it exactly, unless
-            ``config.latency_profile`` gives it another model.
-        max_live_requests: API calls at once, at four sequences each; further calls get 503."""
+    The planner knows the ground truth ``config.simulated`` unless ``config.latency_profile`` gives
+    it another model. Further calls than ``max_live_requests``, of four sequences each, get 503."""
 
     def __init__(
         self,
@@ -349,7 +342,6 @@ class SimulatedEngine:
             self._die("it failed; its log says why")
 
     async def _await_work(self) -> None:
-        """Wait until a sequence may be able to run."""
         self._work.clear()
         arrival_s = self._core.next_arrival_s()
         if arrival_s is None:
@@ -373,8 +365,7 @@ class SimulatedEngine:
         return self._table.read()
 
     def waits_since_s(self) -> float | None:
-        """When the oldest call that could run began to wait, or when the current step began if that
-        is later."""
+        """Since when the oldest call that could run waits, or the current step's start if later."""
         received = [sequence.owner.received_s for sequence in self._core.live.values()]
         return max(min(received), self._turned_s) if received else None
 
@@ -395,8 +386,7 @@ class SimulatedEngine:
         return models_body(self._info.model, self._info.max_model_tokens, int(time.time()))
 
     async def check_health(self) -> None:
-        """Return if the engine runs. Raises EngineDeadError: it failed, was stopped, or was not
-        started."""
+        """Raises EngineDeadError: it failed, was stopped, or was not started."""
         if self._dead is not None:
             raise EngineDeadError(f"the simulated engine is dead: {self._dead}")
 
@@ -416,7 +406,6 @@ class SimulatedEngine:
 
 
 def _queued_s(live: _LiveCall) -> float:
-    """Seconds from its arrival to its first batch."""
     return 0.0 if live.started_s is None else live.started_s - live.received_s
 
 

@@ -1,9 +1,8 @@
 """Streams that leave this replica for their client without passing through a router's process.
 
-A router asks for one (``direct_patience_s`` of the request). It gets the address of the stream
-(``fetch`` of the head) and, in place of the bytes, reports of the chunks that were sent. A gateway
-that asked the router for an endpoint sends its client's request here, with the ticket in a header,
-once, and gets the stream as the response."""
+A router with ``direct_patience_s`` in its request gets the stream's address (``fetch`` of the head)
+and, in place of the bytes, reports of sent chunks. Or a gateway sends its client's request here
+once, with the ticket in a header, and gets the stream as the response."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ _REFUSAL: Final = (
 
 
 def ticket_in(received: bytes | bytearray) -> str | None:
-    """The ticket of the request that a reader has sent; ``None`` while part of its head is missing.
-    A request without a ticket, or with two, has an empty one. Raises ValueError: the head is too
-    long."""
+    """The ticket of the request that a reader has sent; ``None``: its head is incomplete; empty: no
+    ticket, or two. Raises ValueError: the head is too long."""
     head, ended, _ = received.partition(b"\r\n\r\n")
     if len(head) > MAX_HEAD_BYTES:
         raise ValueError(f"the head of a request has at most {MAX_HEAD_BYTES} bytes")
@@ -77,13 +75,9 @@ async def sent_directly(
     patience_s: float,
     on_left: Callable[[BaseException], None],
 ) -> AsyncIterator[ResponseItem]:
-    """Send a stream to the client, and yield reports of the sent chunks, with times, in their
-    place. A response that is no stream is yielded unchanged. Raises ClientLeftError: the stream has
-    no reader any more.
-
-    Args:
-        patience_s: how long the client may read nothing, seconds.
-        on_left: called with the error when the stream has no reader any more."""
+    """Send a stream to the client, and yield reports of the sent chunks in their place; a response
+    that is no stream is unchanged. ``patience_s``: how long the client may read nothing. Raises
+    ClientLeftError: the stream has no reader any more."""
     began_s = asyncio.get_running_loop().time()
     async with aclosing(items):  # type: ignore[type-var]
         head = await anext(items)
@@ -160,9 +154,9 @@ class DirectStream:
         return f"{self._port.address} {self._name}.{self._secret}"
 
     async def send(self, chunk: ResponseChunk) -> None:
-        """Send a chunk; waits while the reader is slow, or while much is buffered and the reader
-        has not connected. Raises ClientLeftError: the stream has no reader any more. Raises
-        ClientStalledError: the reader has taken nothing for too long."""
+        """Send a chunk; waits while the reader is slow, or much is buffered without a reader.
+        Raises ClientLeftError: no reader any more. Raises ClientStalledError: it reads nothing for
+        too long."""
         self._data.append(chunk.data)
         self._waiting_bytes += len(chunk.data)
         if not self._flushing and self._transport is not None:
@@ -176,9 +170,7 @@ class DirectStream:
             raise ClientLeftError
 
     async def end(self) -> None:
-        """Send the end, and wait until the reader has read the whole stream. Raises
-        ClientLeftError: the reader left before. Raises ClientStalledError: the reader has read
-        nothing for too long."""
+        """Wait until the reader has read the whole stream. Raises as ``send``."""
         if self._transport is not None and self._transport.is_closing():
             raise ClientLeftError
         self._ended = True
@@ -298,8 +290,7 @@ class _Reader(asyncio.Protocol):
 
 
 class DirectPort:
-    """The port where clients' proxies fetch streams from this replica. Use it from one event
-    loop."""
+    """Where clients' proxies fetch this replica's streams. Use it from one event loop."""
 
     def __init__(self, host: str) -> None:
         self._host = host

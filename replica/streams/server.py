@@ -1,8 +1,7 @@
 """Receives requests from routers over plain TCP, and sends them the responses.
 
-All ready data for one router leaves in one write, once per turn of the event loop; the only task
-of a response is the one that reads the engine. Requests need the token, which the replica gives
-away through Serve only; :mod:`sluice.protocol.streams` has the messages."""
+All ready data for one router leaves in one write per turn of the event loop. Requests need the
+token, which the replica gives away through Serve only. Messages: :mod:`sluice.protocol.streams`."""
 
 from __future__ import annotations
 
@@ -52,16 +51,10 @@ MAX_BATCH_BYTES = 1 << 20
 
 
 class Response:
-    """A response in progress. Its buffer is bounded: :meth:`put` waits for free space.
+    """A response in progress, with a bounded buffer: ``put`` waits for free space.
 
-    Args:
-        wake: called when there are items to take, or at the end; never in the constructor.
-        items: all items of a response that is already complete.
-
-    Attributes:
-        over: no more items will be put.
-        error: the error that cut it short, if any.
-    """
+    ``wake`` is called when there are items to take or at the end, never in the constructor.
+    ``items``: all of a complete response. ``over``: no more items will be put."""
 
     __slots__ = ("_items", "_room", "_wake", "close", "error", "over")
 
@@ -307,7 +300,6 @@ class _Connection(Guest):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the ready data of all responses."""
         self._flushing = False
         while self._ready and not self._paused and not self.closed:
             deliveries: list[Delivery] = []
@@ -321,8 +313,7 @@ class _Connection(Guest):
                 self.send(self._encoded(deliveries))
 
     def _encoded(self, deliveries: list[Delivery]) -> bytes:
-        """The frame with these deliveries; if one response cannot be encoded, only that one
-        fails."""
+        """The frame of these deliveries; a response that cannot be encoded fails alone."""
         try:
             return _encode(deliveries)
         except Exception:
@@ -339,10 +330,7 @@ class _Connection(Guest):
 
 
 class StreamServer(Listener):
-    """The replica's side; on one event loop.
-
-    Attributes:
-        leaving: the replica is about to leave."""
+    """The replica's side; on one event loop. ``leaving``: the replica is about to leave."""
 
     def __init__(self, replica_id: str, serve: Serve) -> None:
         super().__init__(MAX_CONNECTIONS)
@@ -357,8 +345,7 @@ class StreamServer(Listener):
         return _Connection(self)
 
     async def endpoint(self, host: str) -> StreamEndpoint:
-        """The address where it listens; the first call starts listening. Raises OSError: ``host``
-        is no address of this node."""
+        """Where it listens, from the first call on. Raises OSError: ``host`` is not this node's."""
         port = await self.port(host)
         return StreamEndpoint(self.replica_id, host, port, self.token, FORMAT)
 
@@ -374,8 +361,7 @@ class StreamServer(Listener):
             self._empty.set()
 
     def goodbye(self) -> None:
-        """The replica is about to leave: tell routers to send new requests to other replicas.
-        Requests that still arrive are served, until :meth:`stop`."""
+        """Tell routers to use other replicas; late requests are served, until ``stop``."""
         self.leaving = True
         for connection in self._trusted:
             connection.send(GOODBYE)

@@ -1,10 +1,8 @@
 """LoRA adapters that are loaded and unloaded while an engine serves, from a directory.
 
-Each subfolder with an ``adapter_config.json`` is an adapter of the folder's name. A folder that
-appears is loaded at the next look, or for the first request that names it. If it disappears, new
-requests get vLLM's answer for an unknown model, and the engine unloads the adapter when its last
-request has ended; also if its files are replaced, and then its name is refused: the engine keeps KV
-of prompts by it."""
+Each subfolder with an ``adapter_config.json`` is loaded at the next look or first request. After
+its removal new requests get vLLM's answer for an unknown model, and it is unloaded when the last
+one has ended. A name whose files are replaced is refused: the engine keeps KV by the name."""
 
 from __future__ import annotations
 
@@ -33,18 +31,13 @@ MOST_REMEMBERED: Final = 10_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
-"""Names, sizes, modification and change times and inodes of an adapter's files. A tool may keep the
-first three, and a file system may use an inode again."""
+"""Names, sizes, times and inodes of an adapter's files: tools may keep times, and inodes recur."""
 
 
 class DirectoryAdapters:
-    """Keeps the adapters of one engine as its directory has them. All methods run on the engine's
-    event loop.
-
-    Args:
-        taken: names that adapters must not have: of the model, and of configured adapters.
-        most: adapters that may be in the engine at once.
-        in_use: whether a request is live for which :meth:`ensure` returned this number."""
+    """Keeps the adapters of one engine as its directory has them; all on its event loop. ``taken``:
+    names that adapters must not have; ``in_use``: whether a request is live for which ``ensure``
+    returned this number."""
 
     def __init__(
         self,
@@ -76,14 +69,12 @@ class DirectoryAdapters:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the files that were loaded, by the names of the adapters that the directory
-        has: also of one that was replaced, which this engine cannot serve any more."""
+        """Digests of the loaded files by adapter, also of a replaced one, which is not served."""
         present = self._loaded.keys() | self._logged.keys()
         return {name: digest for name, digest in self._digests.items() if name in present}
 
     async def start(self) -> None:
-        """Load what the directory has, and follow it from now on. Raises ConfigurationError: it is
-        not a directory that can be read."""
+        """Load the directory, and follow it. Raises ConfigurationError: it cannot be read."""
         try:
             await self.update()
         except OSError as error:
@@ -124,9 +115,8 @@ class DirectoryAdapters:
                     await self._load(name, stamp)
 
     async def ensure(self, name: object) -> int:
-        """Load the adapter ``name`` if it is in the directory and not loaded yet. Returns its
-        number, by which it counts as in use; 0 if there is no such adapter. Raises RequestError:
-        503; it is there, and cannot be loaded now."""
+        """Load the adapter ``name``; its number, by which it counts as in use, or 0 if the
+        directory has none. Raises RequestError: 503; it cannot be loaded now."""
         if not isinstance(name, str) or name in self._taken or not _NAME.fullmatch(name):
             return 0
         if name in self._loaded:
@@ -181,7 +171,6 @@ class DirectoryAdapters:
         return None
 
     async def _digest(self, name: str, stamp: Stamp) -> str | None:
-        """The digest of the files with this stamp; ``None`` if they cannot be read."""
         known = self._hashed.get(name)
         if known is None or known[0] != stamp:
             digest = await asyncio.to_thread(digest_of, self._directory / name)
@@ -189,7 +178,6 @@ class DirectoryAdapters:
         return known[1]
 
     async def _refusal(self, name: str, stamp: Stamp) -> str | None:
-        """Why an adapter must not be loaded."""
         if name in self._taken:
             return "the model or a configured adapter has this name"
         before = self._digests.get(name)
@@ -245,8 +233,7 @@ def stamp_of(folder: Path) -> Stamp | None:
 
 
 def digest_of(folder: Path) -> str | None:
-    """The SHA-256 of the names and contents of a folder's files; ``None`` if they cannot be read.
-    It is the same on every node."""
+    """SHA-256 of file names and contents, equal on every node; ``None``: they are unreadable."""
     digest = hashlib.sha256()
     try:
         for path in sorted(folder.iterdir()):

@@ -1,6 +1,5 @@
-"""vLLM's asynchronous engine client with records per API call: which output tokens passed, and
-when. vLLM's OpenAI layer sits on top of it, unchanged.
-"""
+"""vLLM's asynchronous engine client, which vLLM's OpenAI layer uses, with records per API call:
+which output tokens passed, and when."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -55,11 +54,8 @@ _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 
 
 def may_go_on(params: Any) -> bool:
-    """Whether another engine could resume an output that is sampled with these parameters.
-
-    The resumed output is as valid as the original one would have been. It is identical only at
-    temperature 0, as the state of the random numbers is lost.
-    """
+    """Whether another engine could resume an output with these parameters. It is as valid as the
+    original, and identical only at temperature 0: the random numbers' state is lost."""
     own = (key.startswith(KEY_PREFIX) or key in _TRANSFER for key in params.extra_args or ())
     return (
         params.n == 1
@@ -72,9 +68,9 @@ def may_go_on(params: Any) -> bool:
 async def repeat(
     processor: Any, request: Any, queue: Any, resume: Resume, max_model_tokens: int
 ) -> list[Any]:
-    """Repeat the outputs in ``resume``, for a request that ``processor`` has just taken, and yield
-    to the event loop in between. If they are the whole output, or the request was aborted
-    meanwhile, ``processor`` has forgotten it afterwards."""
+    """Repeat the outputs in ``resume``, yielding to the event loop in between. If they are the
+    whole output, or the request was aborted meanwhile, ``processor`` has forgotten it
+    afterwards."""
     outputs: list[Any] = []
     end = 0
     for number, tokens in enumerate(filter(None, resume.chunks), 1):
@@ -117,8 +113,7 @@ def rest_of(request: Any, token_ids: Sequence[int], prefill_only: bool) -> Any:
 def _end_of(
     request: Any, token_ids: Sequence[int], max_model_tokens: int
 ) -> tuple[FinishReason | None, int | None]:
-    """Why the output ended with these tokens, if it did, as vLLM's scheduler decides it. Stop
-    strings are the output processor's."""
+    """Why the output ended with these tokens, as vLLM's scheduler decides it (no stop strings)."""
     params, last = request.sampling_params, token_ids[-1]
     if last == params.eos_token_id:
         return FinishReason.STOP, None
@@ -140,33 +135,18 @@ class AbortedError(ValueError):
 
 @dataclass(slots=True)
 class ApiCall:
-    """One API call in progress. Only the tokens of its first prompt's first choice are tracked one
-    by one. Times are seconds, offsets those after ``received_s``.
+    """One API call in progress; times in seconds, offsets after ``received_s``. Only tokens of the
+    first prompt's first choice are tracked one by one; with ``in_turn`` those of all, as parts of
+    one stream.
 
-    Attributes:
-        engine_ids: of its engine requests, one per prompt.
-        unsent_tokens: tokens of the first choice that are in no response chunk yet.
-        offsets_s: when the first choice's tokens of a plain response left the engine.
-        failure: the error, other than a client's mistake, that ended one of its engine requests.
-        refusal: why its grammar is refused, if it is. aborted: it was stopped from outside.
-        transfer: vLLM's parameters of a KV transfer of its prompt, to this engine or from it.
-        prefill_only: the engine computes its prompt and at most one token, which is dropped.
-        kv_of_request: id of the call that is stopped for it, whose KV it finds in the prefix cache.
-        offer: the engine's description of the KV that it keeps of its prompt.
-        stats: vLLM's times of its first prompt, if vLLM keeps them.
-        resumable: its chunks carry the token ids, if another engine could resume from them.
-        staged: it has stages, so its chunks carry the times of their tokens.
-        unsent_groups: if chunks carry ids or times, the ids of :attr:`unsent_tokens` by engine
-            output, each with its offset, or 0.
-        resume: the part of the response that its client has already. repeated: its outputs.
-        prompt_logprobs: log probabilities of prompt tokens that its prompts so far ask for.
-        ends: tokens that end its reasoning, if one of its stages ends with the reasoning.
-        reasoned: the reasoning has ended with this token of the first choice, counted from 1, and
-            ``unsent_reasoned`` from the first unsent one; 0: it has not.
-        in_turn: its engine requests are parts of one stream, one after the other: all of them are
-            tracked as the first one is.
-        cache_salt: of its prompts, if vLLM's serving layer does not set it.
-        adapter: vLLM's number of the adapter of the directory that it uses; 0: none of them."""
+    ``engine_ids``: one per prompt. ``unsent_tokens``, ``unsent_groups``: in no response chunk yet,
+    the groups being ids by engine output, each with its offset or 0. ``failure``: not a client's
+    mistake. ``refusal``: of its grammar. ``prefill_only``: at most one token, which is dropped.
+    ``kv_of_request``: the call that is stopped for it. ``offer``: of the KV that the engine keeps.
+    ``resumable``, ``staged``: chunks carry token ids, or times. ``resume``: the part that its
+    client has, ``repeated``: its outputs. ``reasoned``: the token that ended the reasoning, from 1,
+    ``unsent_reasoned`` from the first unsent one; 0: none. ``adapter``: vLLM's number of the
+    directory's adapter; 0: none."""
 
     received_s: float
     engine_ids: list[str] = field(default_factory=list)
@@ -200,9 +180,9 @@ class ApiCall:
     rank: int = 0
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
-        """``event`` with the tokens that came since the last one. If chunks carry ids or times,
-        each output of the engine is a separate chunk: another engine repeats the outputs in the
-        same steps, and a stage may end with an output that makes no event."""
+        """``event`` with the tokens since the last one. If chunks carry ids or times, each engine
+        output is a chunk: another engine repeats them in these steps, and a stage may end without
+        an event."""
         tokens, self.unsent_tokens = self.unsent_tokens, 0
         groups, self.unsent_groups = self.unsent_groups, []
         reasoned, self.unsent_reasoned = self.unsent_reasoned, 0
@@ -225,15 +205,10 @@ class ApiCall:
 
 
 class WatchedLLM(AsyncLLM):
-    """``AsyncLLM`` that keeps :class:`ApiCall` records.
+    """``AsyncLLM`` that keeps an ``ApiCall`` record of each live call, by id in the fleet.
 
-    Attributes:
-        calls: the live API calls, by their id in the fleet.
-        waits: since when each live engine request waits for its next output, monotonic seconds, by
-            its rank and a number; requests with a slow consumer do not count as waiting.
-        max_prompt_logprobs: max log probabilities of prompt tokens of one call; 0: none.
-        grammars: checks the grammar of a call first, if that is configured.
-    """
+    ``waits``: since when each engine request waits for its next output, monotonic seconds; those
+    with a slow consumer do not count. ``max_prompt_logprobs``: 0 for none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: dict[str, ApiCall] = {}
@@ -247,11 +222,8 @@ class WatchedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As ``AsyncLLM.generate``, and keeps the call's record.
-
-        The engine is asked for a plain response step by step, to know its tokens' times; the
-        consumer still gets it in one piece.
-        """
+        """As ``AsyncLLM.generate``, with a record. The engine is asked for a plain response step by
+        step, to know its tokens' times; the consumer still gets it in one piece."""
         call = self.calls.get((sampling_params.extra_args or {}).get(ID, ""))
         current = CURRENT_CALL.get()
         if call is None and current is not None and sampling_params.extra_args is None:
@@ -288,8 +260,7 @@ class WatchedLLM(AsyncLLM):
                 yield output
 
     def _check_prompt_logprobs(self, call: ApiCall, prompt: Any, params: Any) -> None:
-        """Refuse a call whose prompts together ask for too many log probabilities. Raises
-        ValueError: the call asks for too many."""
+        """Raises ValueError: a call's prompts together ask for too many log probabilities."""
         each = params.prompt_logprobs
         if each is None:
             return
@@ -310,16 +281,14 @@ class WatchedLLM(AsyncLLM):
             )
 
     async def check_tags(self, body: Mapping[str, Any]) -> None:
-        """Return if vLLM may parse the structural tags of an API body: it does so on the event
-        loop, while it reads the body. Raises RequestError: the tags are refused."""
+        """Raises RequestError: vLLM must not parse these structural tags, on the event loop."""
         if self.grammars is None:
             return
         for tag in structural_tags(body):
             await self.grammars.check(StructuredOutputsParams(structural_tag=tag), frozenset())
 
     async def _check_grammar(self, call: ApiCall | None, sampling_params: Any) -> None:
-        """Return if the engine may take the request with its grammar, and choose its backend.
-        Raises RequestError: the grammar is refused."""
+        """Choose the backend of a request's grammar. Raises RequestError: it is refused."""
         params = sampling_params.structured_outputs
         if call is not None and call.prefill_only:
             return
@@ -335,8 +304,7 @@ class WatchedLLM(AsyncLLM):
             raise
 
     def _constrain(self, sampling_params: Any) -> None:
-        """As a check, in this process and without limits. Raises RequestError: the grammar is
-        refused."""
+        """Check in this process without limits. Raises RequestError: the grammar is refused."""
         try:
             constrain(sampling_params, self.vllm_config, self.get_tokenizer())
         except Exception as error:  # of many types, by the backend
@@ -347,8 +315,7 @@ class WatchedLLM(AsyncLLM):
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """As ``AsyncLLM._add_request``; a resumed stream starts after the part that was sent, and
-        with data parallelism the request goes to its call's rank."""
+        """Resumed streams start after the sent part; with data parallelism, to the call's rank."""
         params = request.sampling_params
         call = self.calls.get(((params and params.extra_args) or {}).get(ID, ""))
         if self.vllm_config.parallel_config.data_parallel_size > 1:
@@ -418,8 +385,7 @@ class WatchedLLM(AsyncLLM):
 async def _watch(
     source: Any, call: ApiCall, plain: bool, first_prompt: bool
 ) -> AsyncGenerator[Any, None]:
-    """Count and forward the outputs of one engine request; of a plain response only the last,
-    whole."""
+    """Count and forward the outputs of one request; of a plain response only the last, whole."""
     counted: dict[int, int] = {}
     finished: dict[int, Any] = {}
     try:
@@ -444,8 +410,7 @@ async def _watch(
 
 
 def _check_bound(output: Any, call: ApiCall) -> None:
-    """Raise if the engine has stopped a request because its grammar took too long. Raises
-    RequestError: the engine has stopped it."""
+    """Raises RequestError: the engine has stopped a request because of its grammar's time."""
     if any(choice.stop_reason == TOO_COSTLY for choice in output.outputs):
         call.refusal = RequestError(
             "The grammar or schema of this request is costly: the engine took too long to follow "
@@ -487,8 +452,7 @@ def _count(
 
 
 def _later_part(sampling_params: Any) -> Any:
-    """The parameters of a later part of a stream: the TTFT of a part counts from the end of the one
-    before."""
+    """Parameters of a later part of a stream; its TTFT counts from the end of the one before."""
     now_s = time.monotonic()
     args = from_xargs(sampling_params.extra_args, "", now_s)
     slo = args.slo
@@ -519,7 +483,6 @@ def _with_transfer(sampling_params: Any, call: ApiCall) -> Any:
 
 
 async def _watch_encoded(source: Any, call: ApiCall, first: bool) -> AsyncGenerator[Any, None]:
-    """Count and forward the output of one prompt that is encoded."""
     try:
         async for output in source:
             if output.finished:

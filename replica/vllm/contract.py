@@ -1,8 +1,8 @@
-"""The versions of vLLM that Sluice supports, and checks that the installed one has what Sluice uses
-of its internals: names, the arguments of calls, and those of the methods that are overridden.
+"""The supported versions of vLLM, and checks that the installed one has what Sluice uses: names,
+arguments of calls, and those of overridden methods.
 
-Names alone do not find a changed signature, which otherwise fails at the first call. Arguments are
-compared by number, and by name where they have a default, as these are usually passed by name."""
+Names alone do not find a changed signature. Arguments are compared by number, and by name where
+they have a default, as these are usually passed by name."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ _RELEASE: Final = re.compile(r"(\d+)\.(\d+)")
 
 
 def age(version: str, versions: Versions) -> Literal["older", "known", "unknown"]:
-    """Whether a version is older than the oldest supported one, lies between that and the newest
-    that was run, or is unknown: newer, or without a number."""
+    """Whether a version is too old, one that was run, or unknown: newer, or without a number."""
     match = _RELEASE.match(version)
     if match is None:
         return "unknown"
@@ -60,13 +59,11 @@ _VARIABLE: Final[tuple[Any, ...]] = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEY
 
 
 class Part(NamedTuple):
-    """What is used of a class, or of a module. Names are separated by blanks.
+    """What is used of a class or a module, in names separated by blanks.
 
-    Attributes:
-        places: where it may be, by version: ``module:Class``, or ``module``.
-        used: names; ``f(_, _, key=)`` must be callable with two arguments by position and ``key``.
-        made: attributes that the constructor makes, or that the class has.
-        called: names in the code of the method ``by``."""
+    ``places``: ``module:Class`` or ``module``, by version. ``used``: ``f(_, _, key=)`` must take
+    two arguments by position and ``key``. ``made``: set by the constructor. ``called``: in the code
+    of ``by``."""
 
     places: tuple[str, ...]
     used: str = ""
@@ -81,8 +78,7 @@ def unmet(parts: Iterable[Part]) -> list[str]:
 
 
 def unfit(kinds: Iterable[type]) -> list[str]:
-    """Methods of ``kinds``, which are classes of Sluice, that do not take the arguments of the
-    method of vLLM that they override, and abstract methods that they do not have."""
+    """Methods of ``kinds`` that do not take vLLM's arguments, and missing abstract ones."""
     found = []
     for kind in kinds:
         absent = sorted(getattr(kind, "__abstractmethods__", ()))
@@ -97,8 +93,7 @@ def unfit(kinds: Iterable[type]) -> list[str]:
 
 
 def takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Whether ``ours`` can be called as ``theirs`` can: with the required arguments by position and
-    the others by name, and with all that may be by position."""
+    """Whether ``ours`` takes every call of ``theirs``, by position or by name."""
     given = [each for each in _parameters(theirs) if each.kind not in _VARIABLE]
     required = [each for each in given if each.default is Parameter.empty and not _by_name(each)]
     named = [each.name for each in given if each not in required]
@@ -108,8 +103,7 @@ def takes(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 
 
 def binds(function: Callable[..., Any], positional: int, named: Iterable[str] = ()) -> bool:
-    """Whether a function takes ``positional`` arguments by position, and these by name. Compiled
-    ones without a signature count as if they did."""
+    """Whether a function takes these arguments; compiled ones without a signature count as such."""
     try:
         signature(function).bind(*[None] * positional, **dict.fromkeys(named))
     except ValueError:
@@ -120,8 +114,7 @@ def binds(function: Callable[..., Any], positional: int, named: Iterable[str] = 
 
 
 def located(places: Iterable[str]) -> Any:
-    """The first of ``places`` that exists, a class or a module. Raises ImportError: none of them;
-    the message has the reason of each."""
+    """The first of ``places`` that exists. Raises ImportError: none; with the reason of each."""
     reasons = []
     for place in places:
         module, _, name = place.partition(":")
@@ -200,7 +193,6 @@ def _is_static(owner: type, name: str) -> bool:
 
 
 def _arguments(function: Callable[..., Any]) -> str:
-    """As they are written, without types."""
     stars = dict(zip(_VARIABLE, ("*", "**"), strict=True))
     return "({})".format(
         ", ".join(

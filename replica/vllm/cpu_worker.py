@@ -1,28 +1,16 @@
-"""vLLM's worker on CPUs, with seven faults of 0.29 to 0.32 fixed.
+"""vLLM's worker on CPUs, with seven faults of 0.29 to 0.32 fixed. In vLLM:
 
-Seeds: vLLM samples for every request of a batch, also for one whose prompt continues in the next
-batch, and drops that token. Where such a request has a seed, its generator is then moved back by
-the offset of one draw. A generator on the CPU has no offset: the call raises, which ends the
-engine. Preempted requests, whose tokens are computed again in chunks, end it likewise.
-
-Temperatures with speculation: they are spread over the tokens to check by a function that writes
-them into a copy of the result. So a batch in which any request samples is divided by whatever the
-memory held, and the text of greedy requests in it is wrong, too. And a batch in which nothing was
-drafted and some request has a ``top_k`` ends the engine, as no row has a largest one.
-
-Functions of speculation: 0.30 replaces Triton's by those for CPUs where nothing looks for them any
-more, so the first check of a draft ends the engine.
-
-Ranks of log probabilities: a function of one line is compiled, by torch's inductor and the C++
-compiler, when the first request asks for log probabilities. That step takes 20 to 40 s. vLLM
-compiles it to save the memory of a GPU.
-
-LoRA adapters: a token without one has the index -1, which selects the last adapter in memory. So
-where requests to the model share a batch with requests to an adapter, their text is the adapter's.
-
-Pipelines: the later stages make room for the tensors of the stage before in a trial run, which is
-left out with eager execution and a KV cache of a given size. Then the first batch ends the engine.
-"""
+- A request with a seed whose prompt continues draws a token that is dropped; its generator is then
+  moved back, but a CPU generator has no offset, so the call ends the engine.
+- Temperatures under speculation are spread into a copy of the result, so a batch with sampling
+  requests is divided by random memory. One without drafts and with a ``top_k`` ends the engine.
+- Functions of speculation: 0.30 replaces Triton's where nothing looks for them any more, so the
+  first check of a draft ends the engine.
+- Ranks of log probabilities are compiled at the first request, for 20 to 40 s.
+- LoRA: index -1 of tokens without an adapter selects the last one in memory, so requests to the
+  model have the adapter's text.
+- Later pipeline stages make room for tensors in a trial run, which eager execution with a KV cache
+  of a given size leaves out: the first batch ends the engine."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -46,14 +34,10 @@ _CONSTRAIN = getattr(rejection_sampler, "apply_sampling_constraints", None)
 
 
 class PatchedCpuWorker(CPUWorker):
-    """Draws from a request's own generator only if the token is kept, and with its temperature.
-
-    vLLM loads it in every worker process, by its argument ``worker_cls``.
-    """
+    """Draws from a request's own generator only if the token is kept; vLLM's ``worker_cls``."""
 
     def init_device(self) -> None:
-        """Make the model runner. Raises UnsupportedVllmError: vLLM lacks a name that is used
-        here."""
+        """Make the model runner. Raises UnsupportedVllmError: vLLM lacks a name."""
         mend_rejection_sampler()
         mend_token_ranks()
         mend_adapters()
@@ -82,8 +66,7 @@ class PatchedCpuWorker(CPUWorker):
         return done
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample for the batch. Requests whose token will be dropped have no generator meanwhile:
-        so nothing is drawn from it, and nothing must be undone."""
+        """Sample; requests whose token will be dropped have no generator meanwhile."""
         if self.use_v2_model_runner:  # its random numbers depend on seed and position alone
             return super().sample_tokens(grammar_output)
         generators = self.model_runner.input_batch.generators
@@ -96,8 +79,7 @@ class PatchedCpuWorker(CPUWorker):
 
 
 def mend_rejection_sampler() -> None:
-    """Replace the faulty function in vLLM's check of drafted tokens, in this process. Raises
-    UnsupportedVllmError: vLLM does not have it."""
+    """Mend vLLM's check of drafted tokens. Raises UnsupportedVllmError: vLLM does not have it."""
     if _CONSTRAIN is None or not hasattr(rejection_sampler, "expand_batch_to_tokens"):
         raise UnsupportedVllmError(
             "vLLM's rejection sampler lacks expand_batch_to_tokens or apply_sampling_constraints"
@@ -107,8 +89,7 @@ def mend_rejection_sampler() -> None:
 
 
 def mend_sampling_kernels() -> None:
-    """Have vLLM check drafted tokens by its functions for CPUs, in this process, once it has put
-    them into its module."""
+    """Have vLLM check drafted tokens by its functions for CPUs, once they are in its module."""
     for name in ("rejection_greedy_sample", "rejection_random_sample", "sample_recovered_tokens"):
         caller: Any = getattr(rejection_sampler, f"_{name}", None)
         if hasattr(caller, "kernel"):
@@ -116,15 +97,14 @@ def mend_sampling_kernels() -> None:
 
 
 def mend_token_ranks() -> None:
-    """Have vLLM compute the ranks of log probabilities without a compiler, in this process. A
-    version that computes them elsewhere is left as it is."""
+    """Rank log probabilities without a compiler; a version that does it elsewhere is left alone."""
     if hasattr(sampler, "batched_count_greater_than"):
         sampler.batched_count_greater_than = token_ranks
 
 
 def token_ranks(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """How many of each row of ``logprobs``, ``[n, vocabulary]``, are at least the row's value, of
-    ``[n, 1]``: ``int64[n]``."""
+    """How many of a row of ``[n, vocabulary]`` are at least its value of ``[n, 1]``:
+    ``int64[n]``."""
     # Ones and zeros are summed as floats, which takes a tenth of the time that booleans take.
     at_least = torch.empty(logprobs.shape, dtype=torch.float32)
     return torch.ge(logprobs, values, out=at_least).sum(-1).to(torch.int64)
@@ -139,8 +119,7 @@ def mend_adapters() -> None:
 
 
 def without_adapter_as_is(multiply: Callable[..., None]) -> Callable[..., None]:
-    """``multiply``, by the weights of each token's adapter, with 0 as the input of tokens that have
-    none."""
+    """``multiply`` by each token's adapter, with 0 as the input of tokens that have none."""
 
     @wraps(multiply)
     def mended(
@@ -153,7 +132,6 @@ def without_adapter_as_is(multiply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _constrained(logits: torch.Tensor, *others: Any) -> torch.Tensor:
-    """vLLM's function, where there is anything."""
     if not len(logits) or _CONSTRAIN is None:
         return logits
     constrained: torch.Tensor = _CONSTRAIN(logits, *others)
@@ -167,14 +145,8 @@ def spread(
     replace_from: float = 0,
     replace_to: float = 0,
 ) -> torch.Tensor:
-    """Each request's value for each of its tokens to check, ``[tokens]``.
-
-    Args:
-        values: by request, ``[n]``.
-        ends: where each one's tokens end, ``[n]``, ascending.
-        tokens: of all.
-        replace_from: this value becomes ``replace_to``.
-    """
+    """Each request's value for each of its ``tokens`` to check, ``[tokens]``: ``values`` ``[n]``,
+    and ``ends`` ``[n]``, ascending. ``replace_from`` becomes ``replace_to``."""
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     values = torch.where(values == replace_from, replace_to, values)
     return torch.repeat_interleave(values, counts, output_size=tokens)

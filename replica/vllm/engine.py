@@ -1,9 +1,5 @@
-"""Real inference: vLLM with Sluice's scheduler in it, behind the engine contract.
-
-Requests go through vLLM's own OpenAI serving layer, so chat templates, tools, log probabilities,
-structured output and error messages are vLLM's. vLLM is imported when an engine starts, not before:
-its environment must be set first.
-"""
+"""Real inference: vLLM with Sluice's scheduler in it, behind the engine contract and vLLM's own
+OpenAI serving layer. vLLM is imported when an engine starts: its environment must be set first."""
 
 from __future__ import annotations
 
@@ -80,8 +76,7 @@ if TYPE_CHECKING:
 
 
 def parse(request: EngineRequest, serving: Serving, call: ApiCall, in_use: bool) -> Any:
-    """The body as vLLM's own request type. What vLLM does not pass on is noted in ``call``.
-    ``in_use``: another request has its id. . Raises RequestError: the body is not allowed."""
+    """The body as vLLM's request type; ``call`` gets what vLLM drops. Raises RequestError."""
     check_transfer(request)
     check_resume(request)
     body = dict(request.body)
@@ -108,8 +103,7 @@ def parse(request: EngineRequest, serving: Serving, call: ApiCall, in_use: bool)
 
 
 def _extra_arguments(body: dict[str, Any]) -> dict[str, Any]:
-    """The client's own extra arguments for the engine. Raises RequestError: they, or the way to
-    search, are not allowed."""
+    """The client's extra engine arguments. Raises RequestError: they are not allowed."""
     if body.get("use_beam_search"):
         raise RequestError("Beam search is not supported.", "use_beam_search")
     extra = body.get("vllm_xargs")
@@ -125,7 +119,6 @@ def _extra_arguments(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transfer(request: EngineRequest) -> dict[str, Any] | None:
-    """vLLM's KV transfer parameters of a request."""
     if request.kv_handle is not None:
         return {**request.kv_handle.params, "do_remote_prefill": True, "do_remote_decode": False}
     if request.prefill_only:
@@ -166,16 +159,12 @@ def _malformed(body: dict[str, Any], request_type: Any) -> str | None:
 
 @cache
 def _adapter(request_type: Any, name: str) -> TypeAdapter[Any]:
-    """vLLM's type of a field by itself."""
     return TypeAdapter(request_type.model_fields[name].annotation)
 
 
 def _fault(error: ValidationError, body: dict[str, Any]) -> tuple[str | None, str]:
-    """The field at fault, in the client's terms, and what is wrong with it.
-
-    Where a body may have several forms, vLLM's type names the faults of each: those of the form
-    with the fewest count.
-    """
+    """The field at fault, and what is wrong with it. A body of several forms has faults of each:
+    those of the form with the fewest count."""
     faults = error.errors(include_url=False, include_context=False)
     heads = [fault["loc"][0] if fault["loc"] else "" for fault in faults]
     forms = ["" if head in body else head for head in heads]
@@ -203,12 +192,9 @@ _IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
 class VllmEngine:
-    """See :class:`sluice.replica.engine.Engine`. Raises ValueError: an argument that vLLM does not
-    know, or that only Sluice may set.
-
-    Args:
-        cpu_core: the core to pin it to, if it computes on CPUs and ``config.pin_cpu`` is set.
-        traced: keep the times for spans, at some cost per step."""
+    """The engine with vLLM. ``cpu_core``: to pin it to, if it computes on CPUs and
+    ``config.pin_cpu`` is set; ``traced``: keep the times for spans, at some cost per step. Raises
+    ValueError: an argument is unknown or only for Sluice."""
 
     def __init__(
         self,
@@ -240,15 +226,11 @@ class VllmEngine:
         self._idle.set()
 
     async def start(self) -> EngineInfo:
-        """Load the model, use every feature once, measure the step time if no profile is known, and
-        be ready.
+        """Load the model, use every feature once, and measure the step time if no profile is known.
 
-        Raises:
-            ValueError: a vLLM argument is wrong, or the explicit latency profile is.
-            OSError: the explicit latency profile cannot be read.
-            RuntimeError: the engine did not start; its log says why.
-            EngineDeadError: it died at the first use of a feature.
-        """
+        Raises ValueError: an argument or the explicit latency profile is wrong. Raises OSError: the
+        profile cannot be read. Raises RuntimeError: the engine did not start. Raises
+        EngineDeadError: it died at the first use of a feature."""
         config = self._config
         explicit = None
         if config.latency_profile is not None:
@@ -338,11 +320,8 @@ class VllmEngine:
         self._table.set_role(role)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
-        """Serve one request; a refusal also ends with a tail, an aborted request without.
-
-        The head waits for the first piece of the response: if the engine dies before it, nothing
-        was sent, and another replica can serve the request.
-        """
+        """Serve one request; a refusal has a tail, an aborted request none. The head waits for the
+        first piece: if the engine dies before it, another replica can serve the request."""
         if self._llm is None:
             raise EngineDeadError(_NOT_STARTED)
         from sluice.replica.vllm.client import ApiCall
@@ -463,11 +442,8 @@ class VllmEngine:
     async def _stream(
         self, endpoint: Endpoint, body: Any, response: Any, call: ApiCall
     ) -> AsyncIterator[ResponseItem]:
-        """vLLM's server-sent events.
-
-        Those of a response begin before the engine is asked. Where the constraint may be refused
-        then, they wait for it.
-        """
+        """vLLM's server-sent events. They begin before the engine is asked, so a response whose
+        constraint may be refused waits for it."""
         begun = False
         constrained = any(getattr(body, n, None) for n in ("text", "structured_outputs", "tools"))
         early: list[Any] = []
@@ -539,8 +515,7 @@ class VllmEngine:
         return min(own, default=None)
 
     async def pulse(self) -> None:
-        """Return when the engine's process has answered a question that changes nothing. Raises
-        EngineDeadError: the engine is not running."""
+        """Return when the engine's process answers. Raises EngineDeadError: it is not running."""
         if self._llm is None:
             raise EngineDeadError(_NOT_STARTED)
         # Only the loop that runs the steps answers this call.
@@ -594,10 +569,9 @@ def _refusal(error: RequestError, endpoint: Endpoint) -> tuple[ResponseItem, ...
 
 
 class VllmRank(VllmEngine):
-    """Rank ``rank``, at least 1, of the engine ``first``, which launches vLLM for all ranks: it is
-    started before it and stopped after it. vLLM runs a scheduler for each rank behind one
-    client. Here each rank is an engine of its own, whose requests name it to the client, so vLLM's
-    balancing between ranks is not used."""
+    """Rank ``rank``, at least 1, of the engine ``first``, which launches vLLM for all: started
+    before this, stopped after it. Each rank is an engine whose requests name it, so vLLM's
+    balancing is not used."""
 
     def __init__(self, first: VllmEngine, rank: int) -> None:
         super().__init__(
@@ -612,8 +586,7 @@ class VllmRank(VllmEngine):
         first._others.append(self)
 
     async def start(self) -> EngineInfo:
-        """Use every feature once on this rank, and be ready. Raises EngineDeadError: the first rank
-        is not running, or the engine died."""
+        """Use every feature once on this rank. Raises EngineDeadError: an engine is not running."""
         first, config = self._first, self._config
         if first._llm is None or first._info is None:
             raise EngineDeadError("the first rank of the vLLM engine is not running")
@@ -631,8 +604,7 @@ class VllmRank(VllmEngine):
 
 
 def reasoning_ends(llm: Any) -> frozenset[int]:
-    """The ids of these tokens; none if the engine has no reasoning parser, or one that does not
-    detect the end by a token."""
+    """Ids of the tokens that end reasoning; none if its parser does not detect it by a token."""
     name = llm.vllm_config.structured_outputs_config.reasoning_parser
     if not name:
         return frozenset()

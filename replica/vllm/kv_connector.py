@@ -1,11 +1,8 @@
 """Sluice's KV connector for vLLM: the KV of a finished prompt, over plain TCP.
 
-The engine that computed a prompt copies its blocks to host memory in the step that ends it, and
-frees the blocks; its workers hold the copy for the decode engine. The decode engine fetches the
-blocks that its own prefix cache lacks while it runs other requests, in an asynchronous load of
-vLLM. If the fetch fails, for whatever reason, vLLM recomputes the prompt.
-
-vLLM loads this module once for its scheduler and once in each worker. It relies on
+The prefill engine copies the blocks to host memory in the step that ends the prompt and frees them.
+The decode engine fetches those that its prefix cache lacks in an asynchronous load of vLLM. If that
+fails, vLLM recomputes the prompt. vLLM loads this module in its scheduler and in each worker. Needs
 ``KVConnectorBase_V1`` as of vLLM 0.29."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
@@ -57,13 +54,8 @@ class UnsupportedLayoutError(RuntimeError):
 
 
 class BlockLayers:
-    """The layers of a KV cache, and the dimension of each layer that counts blocks. Raises
-    UnsupportedLayoutError: a layer has no such dimension, or several; the message names it.
-
-    Args:
-        caches: the tensor of each layer, of any shape, by the layer's name. A tensor that layers
-            share is counted once.
-        blocks: number of blocks of the cache."""
+    """The layers of a KV cache of ``blocks`` blocks, by name; a tensor that layers share counts
+    once. Raises UnsupportedLayoutError: a layer has no dimension that counts blocks, or several."""
 
     def __init__(self, caches: Mapping[str, Any], blocks: int) -> None:
         by_place: dict[tuple[int, tuple[int, ...]], tuple[str, torch.Tensor]] = {}
@@ -81,8 +73,7 @@ class BlockLayers:
         """Bytes of one block in each layer."""
 
     def digest(self, model: Mapping[str, Any]) -> bytes:
-        """Digest of what two engines must agree on: the ``model``, and the layers' shapes and
-        types."""
+        """Digest that two engines must agree on: ``model``, and the layers' shapes and types."""
         layers = [
             (name, _block_shape(cache, dim), dim, str(cache.dtype), cache.device.type)
             for name, cache, dim in self._layers
@@ -100,12 +91,8 @@ class BlockLayers:
         return layers
 
     def write(self, block_ids: Sequence[int], layers: Iterable[bytearray]) -> None:
-        """Fill these blocks with bytes from another engine's :meth:`read`. Returns when they are
-        filled.
-
-        A thread other than the computing one may call it: on a GPU the copies run on a separate
-        stream.
-        """
+        """Fill these blocks with bytes from another engine's ``read``, and return when filled. Any
+        thread may call it: on a GPU the copies run on a separate stream."""
         device = self._layers[0][1].device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -181,8 +168,7 @@ class StepTransfers(KVConnectorMetadata):
 
 
 class TcpConnector(KVConnectorBase_V1):
-    """See :mod:`sluice.replica.vllm.kv_connector`. One object is either the scheduler's or a
-    worker's."""
+    """The connector; one object is either the scheduler's or a worker's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -222,15 +208,13 @@ class TcpConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the blocks (no: the transferred KV was copied), and the offer, if
-        any."""
+        """Whether vLLM must keep the blocks (no: the KV was copied), and the offer, if any."""
         return False, self._scheduler.finish(request)
 
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Called once with the tensors, and without any for each further model runner that uses the
-        same ones (see :mod:`sluice.replica.preemption.worker`)."""
+        """Called with the tensors once, and without any for each further model runner."""
         if kv_caches:
             self._worker.register(kv_caches)
 
@@ -239,9 +223,8 @@ class TcpConnector(KVConnectorBase_V1):
         return self._worker.address
 
     def bind_connector_metadata(self, connector_metadata: StepTransfers) -> None:
-        """Called before each step. Loads begin here and not in :meth:`start_load_kv`, which some
-        versions of vLLM call only after the step's computation: nothing in the step reads or
-        writes the blocks that they fill."""
+        """Called before each step. Loads begin here: some versions of vLLM call ``start_load_kv``
+        only after the computation, and nothing in the step uses the blocks that they fill."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin(connector_metadata)
 
@@ -272,8 +255,7 @@ class TcpConnector(KVConnectorBase_V1):
 
     @contextmanager
     def step_suspended(self) -> Iterator[None]:
-        """In this context other steps are bound and cleared while the bound one is suspended. At
-        the end the suspended one is bound again; its loads do not begin a second time."""
+        """Other steps run in this context; then the suspended one is bound, without new loads."""
         suspended = self._get_connector_metadata()
         self.clear_connector_metadata()
         try:
@@ -494,8 +476,7 @@ class _WorkerSide:
         return finished or None
 
     def take_failed(self) -> set[int]:
-        """Failed blocks of the requests that :meth:`take_finished` has just returned: vLLM calls
-        the two in turn, and a load may end in between."""
+        """Failed blocks of what ``take_finished`` has just returned: a load may end in between."""
         return self._told_failed
 
     def close(self) -> None:
@@ -505,9 +486,8 @@ class _WorkerSide:
 
 
 def check_model(vllm_config: Any) -> None:
-    """Check, before an engine starts, that the KV of its model can be transferred, if that is
-    configured. Raises UnsupportedLayoutError: why it cannot. Raises UnsupportedVllmError: this
-    version of vLLM is too old, or lacks what the connector uses."""
+    """Check, before an engine starts, that its model's KV can be transferred if that is configured.
+    Raises UnsupportedLayoutError, or UnsupportedVllmError: this version lacks something."""
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if transfer is None or transfer.kv_connector != TcpConnector.__name__:
         return
@@ -526,8 +506,7 @@ def check_model(vllm_config: Any) -> None:
 
 
 def check_kv_cache(kv_cache_config: Any) -> None:
-    """Check that KV of this cache can be transferred. Raises UnsupportedLayoutError: why it
-    cannot."""
+    """Check that KV of this cache can be transferred. Raises UnsupportedLayoutError: it cannot."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedLayoutError(

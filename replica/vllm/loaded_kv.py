@@ -1,6 +1,5 @@
-"""KV of waiting prompts that an engine need not compute: from another engine, the memory of the
-host, or from an operator's KV connector. A plan that did not know of it would spend tokens that
-the batch cannot use."""
+"""KV of waiting prompts that an engine need not compute, from another engine, host memory or an
+operator's connector. A plan without it would spend tokens that the batch cannot use."""
 
 from __future__ import annotations
 
@@ -17,16 +16,9 @@ from sluice.replica.vllm.contract import WITH_HOST_MEMORY, age
 
 
 class HostBlocks:
-    """What vLLM's ``OffloadingConnector`` has in the host's memory, and how long loading takes.
-    Empty with another connector, or none; and if a block of the host is not one of the engine, as
-    with several groups of layers.
-
-    The connector's manager makes an event of what it stores and evicts, for vLLM's KV events.
-    Sluice has it do so in any case, reads them on their way to the connector, and times each load
-    from its request's admission to its end as vLLM sees it, waits included.
-
-    Args:
-        block_tokens: tokens of a block, for which there is one hash."""
+    """What vLLM's ``OffloadingConnector`` has in host memory, and how long loading takes, from
+    admission to the end that vLLM sees. Empty with another connector or several groups of layers.
+    Sluice has it make events of what it stores and evicts, and reads them on their way."""
 
     def __init__(
         self, connector: Any, block_tokens: int, clock: Callable[[], float] = time.monotonic
@@ -49,8 +41,7 @@ class HostBlocks:
         self._removed = listener
 
     def load_s(self, block_hash: bytes) -> float:
-        """The time to load one token of a block, seconds; 0: it is not there, or no load has been
-        timed."""
+        """Seconds to load one token of a block; 0: it is not there, or no load has been timed."""
         if not self._tokens or block_hash not in self._held:
             return 0.0
         return self._seconds / self._tokens
@@ -111,7 +102,6 @@ class HostBlocks:
         connector.update_connector_output = update_connector_output
 
     def _note(self, event: Any) -> None:
-        """Follow an event of the memory of the host."""
         if getattr(event.medium, "value", event.medium) != "CPU":
             return
         # A block is named by its hash and the number of its group of layers, 4 bytes.
@@ -124,7 +114,6 @@ class HostBlocks:
             self._removed(block_hash)
 
     def _loaded(self, request_id: str) -> None:
-        """A load has ended."""
         begun = self._begun.pop(request_id, None)
         if begun is not None:
             self._seconds = _KEPT * self._seconds + self._clock() - begun[0]
@@ -132,8 +121,7 @@ class HostBlocks:
 
 
 def _manager(connector: Any, block_tokens: int) -> Any:
-    """What makes the events; ``None``: not of this connector, not of the engine's blocks, or of an
-    older vLLM."""
+    """The connector's manager, which makes the events; ``None``: another one, or older vLLM."""
     if age(vllm.__version__, WITH_HOST_MEMORY) == "older":
         return None
     scheduler = getattr(connector, "connector_scheduler", None)
@@ -149,8 +137,7 @@ _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 
 @dataclass(slots=True)
 class _Incoming:
-    """The KV transfer of a request: ``asked_s`` is when its load began, monotonic; ``tokens`` is
-    the number of tokens to transfer."""
+    """A request's KV transfer: ``asked_s`` is the start of its load, monotonic."""
 
     asked_s: float | None = None
     tokens: int = 0
@@ -159,10 +146,9 @@ class _Incoming:
 class IncomingKv:
     """Requests whose KV comes from another engine, from their arrival until they run.
 
-    vLLM admits such a request like any other, with blocks for its whole prompt, and has its
-    connector fill them while other requests run. So a plan sees it as a prompt of which all but the
-    last token is computed: planning it starts the KV transfer. It appears in plans again when the
-    KV has arrived."""
+    vLLM's connector fills the blocks of an admitted request while others run. So a plan sees it as
+    a prompt of which all but the last token is computed: planning it starts the KV transfer. It
+    appears in plans again when the KV has arrived."""
 
     def __init__(self, scheduler: Any, local: LocalScheduler) -> None:
         self._scheduler = scheduler
@@ -200,8 +186,7 @@ class IncomingKv:
         return any(each.asked_s is not None for each in self._requests.values())
 
     def awaits(self, request: Any, cached_tokens: int) -> bool:
-        """Whether KV will come for a waiting request without computed tokens, once it is admitted.
-        ``cached_tokens``: tokens of its prompt in the engine's prefix cache."""
+        """Whether KV will come for a waiting request, once it is admitted."""
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.asked_s is not None:
             return False
@@ -209,8 +194,7 @@ class IncomingKv:
         return True
 
     def arrived(self, request: Any) -> bool:
-        """Whether the KV of a waiting request has arrived, so that it could run. False if the
-        transfer failed altogether: vLLM first frees its blocks, when it next checks the request."""
+        """Whether KV of a waiting request has arrived; false after a failed transfer."""
         request_id = request.request_id
         return (
             request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -260,7 +244,6 @@ def kv_of_request(request: Any) -> bool:
 
 
 def _block_bytes(kv_cache_config: Any) -> int:
-    """Bytes of one block in all layers, on one worker."""
     return sum(
         group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         for group in kv_cache_config.kv_cache_groups
@@ -288,18 +271,10 @@ class Held(NamedTuple):
 class ExternalKv:
     """What an operator's KV connector, such as LMCache's, holds of waiting prompts.
 
-    vLLM asks the connector when it is about to admit a request. Some answer later, and vLLM skips
-    the request meanwhile, or they load the KV beside steps. Sluice asks when a request arrives,
-    leaves it out of plans until there is an answer, and plans what is not held. vLLM gets the same
-    answer, if the connector answers later: what that holds is locked for the request, and to
-    LMCache's connector a second answer counts as more stored KV.
-
-    Args:
-        connector: vLLM's KV connector, in the scheduler; ``None``: it has none.
-        asks: whether it is not known otherwise what the connector holds.
-
-    Attributes:
-        answer_s: mean time until an answer, seconds."""
+    vLLM asks the connector at admission, and some answer later. Sluice asks at arrival, leaves the
+    request out of plans until the answer, and plans what is not held. vLLM gets the same answer:
+    the connector locks the KV for the request, and LMCache counts a second answer as more KV.
+    ``asks``: whether it is not known otherwise; ``answer_s``: mean seconds until an answer."""
 
     def __init__(
         self, connector: Any, asks: bool, clock: Callable[[], float] = time.monotonic

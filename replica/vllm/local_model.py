@@ -1,8 +1,5 @@
-"""A small random-weight Llama with its own tokenizer, made on this machine without any download.
-
-Its answers make no sense, but it is a real model of a real architecture: the engine tokenises,
-prefills, decodes, streams and stops exactly as with trained weights.
-"""
+"""A small random-weight Llama with its own tokenizer, made on this machine without any download;
+the engine runs it exactly as with trained weights."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _FORMAT = 3
-"""Part of the directory name: increment it with every change below, so that no older model is
-found."""
+"""Part of the directory name: increment it with every change below."""
 
 _DIGESTS = "digests.json"  # SHA-256 of each of the other files, by name. It is written last
 
@@ -99,19 +95,12 @@ def local_model(
     seed: int = 0,
     experts: int = 0,
 ) -> Path:
-    """Directory of the model of these parameters, in ``cache_dir/models``; it is made at the first
-    call.
+    """Directory of the model of these parameters, in ``cache_dir/models``, made at the first call.
 
-    Equal parameters make equal files. It is complete or absent, even after a crash or a loss of
-    power while it was made. A model with changed files is logged and made again. Of several
-    processes one makes it, and the others wait. ``O(bytes)``: the files are read each time. Raises
-    ValueError: a size is not possible. Raises OSError: the directory cannot be read, written or
-    locked.
-
-    Args:
-        hidden: width, a multiple of 64.
-        max_positions: longest prompt + output, tokens.
-        experts: in each layer, two of them for each token; 0 for a model without."""
+    Equal parameters make equal files; it is complete or absent even after a loss of power, and made
+    again if files changed; concurrent processes wait. ``O(bytes)`` reads each time. ``hidden``: a
+    multiple of 64; ``experts``: of which each token has two. Raises ValueError: a size is not
+    possible. Raises OSError: the directory cannot be read, written or locked."""
     if layers < 1 or max_positions < 16:
         raise ValueError(
             "a local model needs at least 1 layer and 16 positions, "
@@ -148,11 +137,8 @@ def local_model(
 
 
 def shaped_model(directory: Path, shape: dict[str, int]) -> Path:
-    """A Llama of this shape in ``directory``, without weights: for vLLM's ``load-format: dummy``.
-
-    Its tokenizer is that of :func:`local_model`, with a text for each further token, so that every
-    output token is text. No prompt is encoded into these.
-    """
+    """A Llama of this shape without weights, for vLLM's ``load-format: dummy``. The tokenizer is
+    ``local_model``'s with a text for each further token, so every output is text."""
     target = directory / "shaped-model"
     target.mkdir(parents=True, exist_ok=True)
     known = _save_tokenizer(target, max_positions := 8192)
@@ -185,7 +171,6 @@ def _seal(directory: Path) -> None:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether every file is unchanged."""
     try:
         digests: dict[str, str] = json.loads((directory / _DIGESTS).read_bytes())
         return all(_digest(directory / name) == digest for name, digest in digests.items())

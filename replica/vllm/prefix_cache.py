@@ -1,5 +1,4 @@
-"""vLLM's prefix cache: how much of a waiting request it holds, for the planner, and which chunks of
-prompts, for the replica's reports."""
+"""vLLM's prefix cache: hits of waiting requests for the planner, held chunks for reports."""
 
 from __future__ import annotations
 
@@ -22,22 +21,13 @@ class _Mark(NamedTuple):
 
 
 class HeldPrefixes:
-    """The table of held chunks of one engine, written to its state table. A chunk that leaves the
-    GPU stays in it while the memory of the host has its block.
+    """The table of held chunks of one engine, in its state table. ``O(chunks)`` per request.
 
-    A chunk (see :mod:`sluice.scheduling.fleet.prefix`) is tied to the last whole KV block before
-    its end, and held from the step that computes that block until the block is gone. The engine
-    evicts the end of a prefix before its beginning, so the presence of that block implies the
-    presence of all blocks before it. A new chunk replaces the one whose prompt came longest ago.
-    The table may miss a chunk that is cached, but never lists one that is not.
-
-    ``O(chunks)`` per request, and one dictionary access per removed block.
-
-    Args:
-        is_cached: whether a block with this hash is in the engine's prefix cache.
-        hash_tokens: tokens per block hash, of which ``block_tokens`` is a multiple.
-        load_s: the time to load a token of the block with this hash from the memory of the host,
-            seconds; 0: it is not there, or the time is unknown."""
+    A chunk (:mod:`sluice.scheduling.fleet.prefix`) is tied to the last whole KV block before its
+    end, and held until that block is gone from the GPU and from host memory. As the engine evicts
+    the end of a prefix first, that block implies all before it. A new chunk replaces the one whose
+    prompt came longest ago. The table may miss a cached chunk, but never lists one that is not.
+    ``load_s``: seconds to load a token of a block from host memory; 0: not there, or unknown."""
 
     def __init__(
         self,
@@ -75,11 +65,8 @@ class HeldPrefixes:
             self._pending[request_id] = marks[::-1]
 
     def computed(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> None:
-        """The first ``tokens`` tokens of a request are computed, with these block hashes.
-
-        A prompt that was preempted and is recomputed is not recorded again; the next prompt with
-        the same prefix is.
-        """
+        """The first ``tokens`` tokens of a request are computed, with these block hashes. A
+        recomputed prompt is not recorded again; the next one with its prefix is."""
         marks = self._pending.get(request_id)
         if marks is None:
             return
@@ -97,8 +84,7 @@ class HeldPrefixes:
         self._pending.pop(request_id, None)
 
     def removed(self, block_hash: bytes) -> None:
-        """The engine removed a block from its cache, or from the memory of the host; another with
-        this hash may still be there."""
+        """A block left the cache or host memory; another with this hash may be there still."""
         chunks = self._chunks_of.get(block_hash)
         if chunks is None or self._is_cached(block_hash):
             return
@@ -141,7 +127,6 @@ class HeldPrefixes:
         self._changed[slot] = mark
 
     def _untie(self, chunk: int) -> None:
-        """Remove the link between a chunk and its block."""
         block_hash, _ = self._block_of.pop(chunk)
         chunks = self._chunks_of[block_hash]
         chunks.discard(chunk)
@@ -150,11 +135,8 @@ class HeldPrefixes:
 
 
 class PooledBlocks:
-    """The blocks of vLLM's prefix cache. With several groups of layers, only the first one counts.
-
-    vLLM's own queue of KV events has one with a copy of its tokens for every block that enters, so
-    it stays as the operator has configured it, and this hooks the place where all events of removed
-    blocks are made."""
+    """The blocks of vLLM's prefix cache, of the first group of layers. Hooks where events of
+    removed blocks are made, as vLLM's own queue copies the tokens of every block that enters."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -190,19 +172,13 @@ _NONE = PrefixHit(0, 0)
 
 
 class PrefixHits:
-    """The hits of waiting requests. vLLM looks them up itself when it admits a request. A plan
-    without them would reserve KV for every whole prompt, so that with little KV, requests with a
-    shared prefix would run one after another.
+    """The hits of waiting requests; a plan without them would reserve KV for whole prompts, so with
+    little KV requests with a shared prefix would run one after another.
 
-    A pass goes over the waiting requests in queue order. It looks up new requests, and some others
-    again if the free blocks have changed. An outdated hit makes a worse plan, never a wrong output.
-    A lookup changes nothing in vLLM, not even its statistics, for which ``get_computed_blocks`` of
-    vLLM 0.26 counts. ``O(hit blocks)`` per lookup.
-
-    Args:
-        groups: KV cache groups; hits count blocks of one group.
-        loaded: how many tokens of a request beyond these vLLM loads from the host before it runs.
-            They count as computed, without blocks in use."""
+    A pass looks up new requests in queue order, and others again if the free blocks have changed.
+    An outdated hit makes a worse plan, never a wrong output. A lookup changes nothing in vLLM, not
+    even statistics. ``O(hit blocks)`` per lookup. ``loaded``: tokens beyond these that vLLM loads
+    from the host; they count as computed, without blocks in use."""
 
     def __init__(
         self, manager: Any, groups: int, block_tokens: int, loaded: Callable[[Any, int], int]
@@ -227,8 +203,7 @@ class PrefixHits:
         return 8 if changed else 0
 
     def of(self, request: Any) -> PrefixHit | None:
-        """The hit of a waiting request without computed tokens; ``None``: the pass has examined as
-        many blocks as it may."""
+        """The hit of a waiting request; ``None``: the pass has reached its limit of blocks."""
         if not self._enabled or request.skip_reading_prefix_cache:
             return _NONE
         return self._look_up(request) if self._blocks_left > 0 else None

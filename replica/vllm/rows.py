@@ -49,18 +49,10 @@ _FIRST_ROWS = 64
 class RequestRows:
     """The rows of a scheduler's live requests, in order of arrival at the engine.
 
-    What seldom changes is kept from step to step. Counts of tokens are read from vLLM's requests,
-    for all of them at once: a step has hundreds of requests, and anything in Python that it does
-    for each of them is most of its cost.
-
-    Tokens of a waiting request that are in the prefix cache, or that come by KV transfer, count as
-    computed. All blocks of a running request count as its own. Shared blocks become free only with
-    their last user, so a plan that evicts them may make vLLM preempt more than was planned.
-
-    Args:
-        hits: hits in the prefix cache. incoming: KV from other engines. external: KV that a
-            connector holds.
-        drafts: drafted tokens of decodes; ``None``: no speculation."""
+    A step has hundreds, and Python per request is most of its cost: what seldom changes is kept,
+    and counts are read for all at once. Tokens in the prefix cache or in a KV transfer count as
+    computed. All blocks of a running request count as its own: shared ones become free with their
+    last user only, so vLLM may preempt more than was planned."""
 
     def __init__(
         self,
@@ -142,8 +134,7 @@ class RequestRows:
         self._slos[int(self._keys[place])] = tracked.slo
 
     def queue(self, busy_until_s: float) -> QueueView:
-        """Every request that could run now. ``O(live requests)``. ``busy_until_s``: when the
-        batches in flight end."""
+        """Every request that could run now. ``O(live requests)``."""
         if answered := self._external.take_answers(self._cached):
             self._read_at[[self._places[each] for each in answered]] = 0
             self._local.publish(kv_answer_s=self._external.answer_s)
@@ -189,8 +180,7 @@ class RequestRows:
         return np.array(counts, np.int64).reshape(-1, COUNTS)
 
     def _waiting_counts(self, requests: Sequence[Request]) -> Ints:
-        """The same of waiting requests, with what the prefix cache and other engines save. All but
-        that is kept from the pass in which it was read."""
+        """``_counts`` of waiting requests, less what need not be computed; most is kept."""
         if not requests:
             return self._waits[:0]
         self._pass += 1
@@ -224,13 +214,11 @@ class RequestRows:
         return expected
 
     def _paused(self, request: Request) -> bool:
-        """Whether vLLM leaves it out of the next step: with asynchronous scheduling a decode runs
-        in every ``pipeline-parallel-size``-th step."""
+        """Whether vLLM leaves it out of the next step, as asynchronous pipelines do in turn."""
         step: int = getattr(request, "next_decode_eligible_step", 0)
         return step > 0 and self._scheduler.current_step + 1 < step
 
     def _could_run(self, request: Request) -> bool:
-        """Whether a request that is not running could run."""
         if request.status in _COULD_RUN:
             return not (_has_stale_output(request) or self._external.is_awaited(request.request_id))
         return self._incoming.arrived(request)
@@ -284,8 +272,7 @@ class RequestRows:
         return ChangedRows(self._slots[counts[:, PLACE]], table)
 
     def awaited(self, request_id: str) -> ChangedRows:
-        """The same of a request whose KV comes from another engine: readers must not take it for a
-        prefill."""
+        """Counts of a request whose KV comes from elsewhere: readers must not see a prefill."""
         place = self._places[request_id]
         table = self._table[place : place + 1].copy()
         table[:, COMPUTED], table[:, PENDING] = table[:, PROMPT] - 1, 1
@@ -294,7 +281,6 @@ class RequestRows:
 
 def _has_stale_output(request: Request) -> bool:
     """Whether it was preempted with output in flight: vLLM (from 0.27.1) does not resume it before
-    that output is delivered. In older versions this cannot occur: that output is there before the
-    next batch but one."""
+    that is delivered. Older versions have it before the next batch but one."""
     stale: int = getattr(request, "num_stale_output_tokens", 0)
     return stale > 0 and not getattr(request, "drop_stale_output", False)

@@ -1,10 +1,9 @@
 """Sluice's batch plans inside stock vLLM.
 
-vLLM's own ``schedule()`` stays as it is: it allocates, preempts and builds the batch. Around one
-call of it, this adapter sorts its queues by the plan, takes the requests that the plan leaves out
-of the waiting queues, and caps each request's tokens through one small hook. So outputs are those
-of stock vLLM; only their order and chunks differ. The internal names of vLLM that it relies on are
-listed and checked at start, in :mod:`sluice.replica.vllm.support`."""
+Around one call of vLLM's ``schedule()``, which allocates, preempts and builds, this sorts the
+queues by the plan, takes out what the plan leaves out, and caps tokens through one small hook. So
+outputs are stock vLLM's; only order and chunks differ. ``support`` checks the internals that it
+uses."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc, has-type"
@@ -74,10 +73,7 @@ else:
 
 
 class PlanMixin(_Base):
-    """Carries out batch plans in the scheduler that it is mixed into.
-
-    ``O(live requests)`` per step, besides the policy's own cost.
-    """
+    """Carries out batch plans in vLLM's scheduler; ``O(live requests)`` a step plus the policy."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
@@ -142,9 +138,8 @@ class PlanMixin(_Base):
             self._enable_old_hook()
 
     def _run_what_fits(self) -> None:
-        """Run only as many requests as the KV cache holds at their longest. An encoder-decoder
-        model continues a preempted request with wrong text, also under stock scheduling (seen in
-        vLLM 0.32 on CPUs)."""
+        """Run only as many requests as the KV cache holds at their longest: an encoder-decoder
+        model continues a preempted one with wrong text, also in stock vLLM 0.32 on CPUs."""
         config = self.vllm_config.model_config.hf_config
         stated: Any = getattr(config, "max_source_positions", None)
         encoded = int(stated or self.max_num_encoder_input_tokens)
@@ -201,10 +196,9 @@ class PlanMixin(_Base):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan the next batch, and have vLLM build it.
 
-        If there is nothing to plan, or the plan is empty or could not run at all, stock scheduling
-        decides the (next) step, so that live requests always make progress. In a pipeline a batch
-        in flight is progress, and stock scheduling would preempt its requests.
-        """
+        If the plan is empty or could not run, stock scheduling decides the step, so that live
+        requests make progress; not while a pipeline's batch is in flight, whose requests it would
+        preempt."""
         now_s = time.monotonic()
         # The batch begins when those before it have ended, or left the pipeline's first stage.
         start_s = max(now_s, self._occupancy.entry_free_s) if self._in_flight else now_s
@@ -380,11 +374,9 @@ class PlanMixin(_Base):
         """Call stock ``schedule()`` once, with the plan's requests first and capped.
 
         A cap of 0 makes vLLM skip a running request, but stop at a waiting one. So running requests
-        that the plan leaves out stay at the end of the list, where they can be preempted, and
-        waiting ones are hidden for the call. Requests that wait for a grammar or remote KV, not for
-        a slot, must stay visible: vLLM checks there whether they are ready. Requests whose KV is
-        known to have arrived wait for a slot like others.
-        """
+        that the plan leaves out stay at the end, where they can be preempted, and waiting ones are
+        hidden. Those that wait for a grammar or remote KV stay visible: vLLM checks there whether
+        they are ready."""
         self._evict(plan)
         tokens_of, kept = plan.tokens_of, frozenset(plan.kept_ids)
         pipelined = self._local.times.stages > 1
@@ -441,7 +433,6 @@ class PlanMixin(_Base):
         self._local.count_evictions(plan)
 
     def _follow_stages(self, answers: Iterable[Any], now_s: float) -> None:
-        """Tokens of requests left the engine, some of which have stages."""
         for answer in answers:
             request_id, tokens = answer.request_id, answer.new_token_ids
             if request_id not in self._in_stages or not tokens:
@@ -476,9 +467,8 @@ class SloAsyncScheduler(PlanMixin, AsyncScheduler):
 
 
 def prepare(vllm_config: Any) -> None:
-    """Check vLLM and its configuration, and pin this thread if that is configured. Raises
-    UnsupportedVllmError: this vLLM or its configuration cannot carry out plans. Raises ValueError:
-    ``additional_config["sluice"]`` is missing or wrong."""
+    """Check vLLM and its configuration, and pin this thread if configured. Raises
+    UnsupportedVllmError. Raises ValueError: ``additional_config["sluice"]`` is missing or wrong."""
     check_vllm()
     check_overrides("Sluice", SloScheduler, SloAsyncScheduler)
     check_config(vllm_config)
@@ -496,14 +486,12 @@ def _step_times(vllm_config: Any) -> StepTimes:
 
 
 def _settings(vllm_config: Any) -> SchedulerSettings:
-    """The settings of this rank. Raises ValueError: they are missing or wrong."""
     settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
     return settings.of_rank(rank_of(vllm_config))
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> SloScheduler | SloAsyncScheduler:
-    """The scheduler for ``vllm_config``; vLLM's ``scheduler_cls`` may be such a factory. Raises
-    UnsupportedVllmError, ValueError: see :func:`prepare`."""
+    """The scheduler, for vLLM's ``scheduler_cls``. Raises as ``prepare``."""
     prepare(vllm_config)
     kind = SloAsyncScheduler if vllm_config.scheduler_config.async_scheduling else SloScheduler
     return kind(vllm_config=vllm_config, **kwargs)

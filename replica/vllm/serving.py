@@ -1,8 +1,5 @@
-"""vLLM's own serving layers, one per endpoint that the model and the version support.
-
-They make the API compatible: chat templates, tools, log probabilities, structured output, error
-texts. Which of them exist depends on the model: one that embeds generates no text.
-"""
+"""vLLM's own serving layers, which make the API compatible: one per endpoint that the model and the
+version support (a model that embeds generates no text)."""
 
 from __future__ import annotations
 
@@ -26,15 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Serving(NamedTuple):
-    """The serving layer of one endpoint.
-
-    Attributes:
-        body: checks a body and makes vLLM's request of it.
-        layer: makes error responses.
-        create: makes the response to vLLM's request, without an HTTP request: a model, an HTTP
-            response, a stream of events, or an error response.
-        generates: its requests carry sampling parameters, and Sluice's arguments with them.
-    """
+    """The serving layer of one endpoint. ``body`` makes vLLM's request, ``create`` its response
+    without HTTP. ``generates``: requests carry sampling parameters, and Sluice's arguments with
+    them."""
 
     body: TypeAdapter[Any]
     layer: Any
@@ -136,9 +127,8 @@ _ALWAYS: Final[tuple[Endpoint, ...]] = ("chat", "completions")
 
 
 def servings(state: Any, tasks: Container[str] = ()) -> dict[Endpoint, Serving]:
-    """The endpoints that the engine of this vLLM application state offers. ``tasks``: vLLM's names
-    of what the model can do. . Raises ConfigurationError: this vLLM lacks a layer that it should
-    have, or calls it otherwise."""
+    """The endpoints of this vLLM application; ``tasks``: vLLM's names of what the model can do.
+    Raises ConfigurationError: this vLLM lacks a layer, or calls it otherwise."""
     offered: dict[Endpoint, Serving] = {}
     for endpoint, (layer_name, method, module, request_type) in _PLACES.items():
         layer = getattr(state, layer_name, None)
@@ -198,8 +188,7 @@ def refused(error: Any) -> RequestError:
 
 
 def event_bytes(event: Any, endpoint: Endpoint) -> bytes:
-    """A server-sent event as it goes over the wire. Chats and completions come as text, responses
-    as objects with a type."""
+    """A server-sent event in bytes, from text (chats, completions) or an object (responses)."""
     if isinstance(event, str):
         if event.startswith(_STREAM_ERRORS):
             return _error_bytes(event, endpoint)

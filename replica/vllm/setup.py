@@ -46,8 +46,7 @@ class Variant(Protocol):
         """The arguments of vLLM's command line that it needs with ``ranks`` workers."""
 
     def check(self, vllm_config: Any) -> None:
-        """Check that it can run under ``vllm_config``. Raises
-        sluice.replica.vllm.support.UnsupportedVllmError: it cannot run; the message says why."""
+        """Raises UnsupportedVllmError: it cannot run under ``vllm_config``; it says why."""
 
 
 _registered: dict[str, Variant] = {}
@@ -59,8 +58,7 @@ def register(variant: Variant) -> None:
 
 
 def variant_of(settings: SchedulerSettings) -> Variant | None:
-    """The variant that ``settings`` ask for; ``None``: the stock engine. Raises RuntimeError: they
-    ask for preemption, and its package was not imported."""
+    """The variant of ``settings``, or ``None``. Raises RuntimeError: its package is missing."""
     for variant in _registered.values():
         if variant.wanted(settings):
             return variant
@@ -91,8 +89,7 @@ _MARKS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama3_json", ("<|eot_id|>", "parameters", "function")),
 )
-"""vLLM's names of parsers, and what a template of their format contains; the first that fits
-counts."""
+"""vLLM's parsers, and what a template of their format contains; the first that fits counts."""
 
 
 def parser_of(template: str) -> str | None:
@@ -120,7 +117,6 @@ def choose_parser(arguments: Any, tokenizer: Any) -> None:
 
 
 def _template(stated: Any, tokenizer: Any) -> str:
-    """The template for requests with tools; empty without any."""
     if stated:
         # A file, or the template itself, as vLLM takes it.
         is_file = "{" not in str(stated) and Path(stated).is_file()
@@ -132,7 +128,6 @@ def _template(stated: Any, tokenizer: Any) -> str:
 
 
 def _exists(parser: str) -> bool:
-    """Whether this version of vLLM has it."""
     from vllm.tool_parsers import ToolParserManager
 
     try:
@@ -165,14 +160,9 @@ class Launched(NamedTuple):
 
 
 def prepare_environment(model: str, one_thread: bool, preemption: bool = False) -> None:
-    """Set the environment variables that vLLM and its libraries read, for this process and the
-    engine's.
-
-    Args:
-        model: path or hub id; with a path, nothing is looked up on the network.
-        one_thread: on CPUs, compute with one thread.
-        preemption: prefills are preempted, which needs vLLM's first model runner.
-    """
+    """Set the environment variables of vLLM and its libraries, for this process and the engine's.
+    With a path as ``model`` nothing is looked up on the network; ``preemption`` needs vLLM's first
+    model runner."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if SOCKETS_VARIABLE not in os.environ:
         # Set once for the process, as vLLM reads it once.
@@ -195,12 +185,9 @@ def prepare_environment(model: str, one_thread: bool, preemption: bool = False) 
 
 
 def survive_module_scan() -> None:
-    """Have vLLM's scan of all loaded modules survive numba's. It must be called before an engine
-    starts in a process that has loaded compiled policies; importing this module does.
-
-    vLLM 0.32 on CPUs looks for ``__dict__`` at everything in every module. llvmlite's library
-    handle claims to have every attribute, and answers with a C function: so it gets a dictionary.
-    """
+    """Have vLLM's scan of all loaded modules survive numba's; call it before an engine starts. vLLM
+    0.32 on CPUs reads ``__dict__`` of everything, and llvmlite's library handle answers any name
+    with a C function: so it gets a dictionary."""
     functions = getattr(ffi.lib, "_fntab", None)
     if isinstance(functions, dict):
         functions.setdefault("__dict__", {})
@@ -220,10 +207,9 @@ def parse_arguments(
     transfer: TransferConfig | None = None,
     role: Role = "mixed",
 ) -> Any:
-    """vLLM's parsed arguments from those ``given``, by command-line name without dashes.
-    ``keep_times``: have vLLM record when each request was first scheduled. Raises
-    sluice.replica.vllm.support.UnsupportedVllmError: this vLLM is too old, or lacks something.
-    Raises ValueError: an argument that vLLM refuses, or that is reserved."""
+    """vLLM's parsed arguments, by option name without dashes. ``keep_times``: record when a request
+    is first scheduled. Raises UnsupportedVllmError. Raises ValueError: an argument is refused or
+    reserved."""
     from sluice.replica.vllm.support import check_vllm
 
     # Before anything else is imported of vLLM: what is missing is named, all at once.
@@ -262,8 +248,7 @@ def parse_arguments(
 
 
 def check_arguments(given: dict[str, Any]) -> None:
-    """Check that vLLM's parser takes the arguments ``given``, on whichever machine. Raises
-    ValueError: it refuses one."""
+    """Check that vLLM's parser takes these arguments, on any machine. Raises ValueError."""
     parsed = _parsed({**by_option(given), "model": "model"})
     if not (parsed.tool_parser_plugin or parsed.reasoning_parser_plugin):
         _check_parsers(parsed)
@@ -293,8 +278,7 @@ def _parsed(arguments: dict[str, Any]) -> Any:
 
 
 def _check_parsers(parsed: Any) -> None:
-    """Load vLLM's plug-ins of parsers, and refuse a parser that does not exist: vLLM looks for it
-    only once the engine has loaded. Raises ValueError: there is no such parser."""
+    """Check parsers, which vLLM looks for only once the engine has loaded. Raises ValueError."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
@@ -315,8 +299,7 @@ def _check_parsers(parsed: Any) -> None:
 
 
 def _check_known(arguments: dict[str, Any], parser: Any) -> None:
-    """Refuse names that are no options of ``parser``. Its own message has the value, too, which may
-    be a token. Raises ValueError: every such name, and the one that was probably meant."""
+    """Raises ValueError: unknown names, without their values, which may be tokens."""
     known = {option[2:] for option in parser._option_string_actions if option.startswith("--")}
     unknown = [
         f"{name} is no option" + "".join(f"; did you mean {near}?" for near in nearest)
@@ -334,8 +317,7 @@ def engine_arguments(
     role: Role = "mixed",
     keep_times: bool = False,
 ) -> Any:
-    """vLLM's parsed arguments for ``engine``; ``model`` is its path or hub id. Raises
-    sluice.replica.vllm.support.UnsupportedVllmError, ValueError: as :func:`parse_arguments`."""
+    """vLLM's parsed arguments for ``engine``. Raises as ``parse_arguments``."""
     given = engine.vllm_args
     if engine.model == "local" and on_cpu():
         # vLLM would choose bfloat16, which is slow on CPUs without instructions for it. Other
@@ -353,10 +335,9 @@ def _reason(text: str) -> str:
 
 
 def engine_config(arguments: Any) -> Any:
-    """vLLM's configuration of an engine with these parsed arguments. The engine's process checks it
-    again, but writes its reasons to its log only. Raises
-    sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot carry
-    out batch plans. Raises ValueError: an impossible configuration."""
+    """vLLM's configuration with these arguments; the engine's process checks it again, but only
+    logs its reasons. Raises UnsupportedVllmError. Raises ValueError: an impossible
+    configuration."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -376,14 +357,11 @@ def engine_config(arguments: Any) -> Any:
 
 
 async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
-    """Start the engine process and the serving layer on it. ``grammar_check_s``: CPU time limit of
-    each phase of a grammar check, seconds; 0: no check. .
+    """Start the engine process and its serving layer. ``grammar_check_s``: CPU seconds of each
+    phase of a check; 0: no check.
 
-    Raises:
-        sluice.replica.vllm.support.UnsupportedVllmError: this vLLM, or its configuration, cannot
-            carry out batch plans.
-        ValueError: an impossible configuration.
-        RuntimeError: the engine process did not start."""
+    Raises UnsupportedVllmError. Raises ValueError: an impossible configuration. Raises
+    RuntimeError: the engine process did not start."""
     from starlette.datastructures import State
     from vllm.usage.usage_lib import UsageContext
 
@@ -420,7 +398,6 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
 
 
 def _has_grammars(vllm_config: Any) -> bool:
-    """Whether the engine uses grammars."""
     model = vllm_config.model_config
     return model.runner_type == "generate" and not model.skip_tokenizer_init
 
@@ -434,11 +411,8 @@ def client_error_types() -> tuple[type[Exception], ...]:
 
 
 def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
-    """Max log probabilities of prompt tokens in one response; 0 if they would end the engine.
-
-    vLLM's LoRA layers on CPUs expect logits of sampled tokens alone, and those of a prompt's tokens
-    end the engine.
-    """
+    """Max log probabilities of prompt tokens in one response; 0 with LoRA on CPUs, whose layers
+    expect logits of sampled tokens alone: those of a prompt end the engine."""
     return 0 if vllm_config.lora_config is not None and on_cpu() else configured
 
 
@@ -456,8 +430,7 @@ def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kv_tier(given: dict[str, Any]) -> None:
-    """Check that vLLM's connector to KV in other memory, if one is configured, can run here. Raises
-    ValueError: it cannot."""
+    """Check that a connector to KV in other memory can run here. Raises ValueError: it cannot."""
     config = given.get(_TRANSFER)
     if isinstance(config, str):
         with contextlib.suppress(ValueError):  # vLLM's parser says what is wrong
@@ -481,9 +454,8 @@ def _check_kv_tier(given: dict[str, Any]) -> None:
 
 
 def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[str, Any]:
-    """vLLM's configuration of the KV transfer for an engine of this ``role``. With Sluice's own
-    connector one for prefills only sends KV; all others send and receive it. Raises ValueError: the
-    connector cannot run here."""
+    """vLLM's configuration of the KV transfer for this ``role``: with Sluice's own connector one
+    for prefills only sends KV, all others also receive. Raises ValueError: it cannot run here."""
     shared = {"kv_load_failure_policy": "recompute"}
     has_nixl = importlib.util.find_spec("nixl") is not None
     if transfer.connector == "nixl" and not has_nixl:
@@ -514,8 +486,7 @@ def _in_step(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prepare_nixl(transfer: TransferConfig) -> None:
-    """Set the address at which other engines learn how to read this one's memory: NIXL reads it
-    from the environment."""
+    """Set where other engines learn how to read this one's memory: NIXL reads its environment."""
     from vllm.utils.network_utils import get_ip, get_open_port
 
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", transfer.host or get_ip())

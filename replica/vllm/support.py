@@ -1,9 +1,5 @@
-"""Requirements of Sluice on vLLM: a version with what it uses of vLLM's internals, and a
-configuration in which plans can be executed. The differences between the supported versions are
-here, too.
-
-A version that is newer than all that were run is allowed, with a warning, if it has all of it.
-"""
+"""Requirements of Sluice on vLLM, a version and a configuration, and the differences between
+versions. A version newer than all that were run is allowed, with a warning, if it has all names."""
 
 from __future__ import annotations
 
@@ -199,14 +195,9 @@ def second_queue_name() -> str:
 def check(
     user: str, versions: Versions, parts: Iterable[Part], version: str = vllm.__version__
 ) -> None:
-    """Check that ``user`` runs in this version. One that is newer than ``versions``, or has no
-    number, is allowed with a warning. Raises UnsupportedVllmError: the version is older, or lacks
-    something; the message names it.
-
-    Args:
-        user: what uses vLLM, for messages.
-        versions: the oldest that it supports, and the newest in which it was run.
-        parts: what it uses of vLLM."""
+    """Check that ``user`` runs in this version; one newer than ``versions``, oldest to newest run,
+    or without a number gets a warning. Raises UnsupportedVllmError: it is older or lacks one of
+    ``parts``."""
     oldest, newest = (".".join(map(str, each)) for each in versions)
     found = age(version, versions)
     if found == "older":
@@ -236,8 +227,7 @@ def _warn(user: str, version: str, oldest: str, newest: str) -> None:
 
 
 def check_overrides(user: str, *kinds: type) -> None:
-    """Check that vLLM can call the methods that these classes of ``user`` override. Raises
-    UnsupportedVllmError: a method does not take its arguments, or is missing."""
+    """Check overridden methods. Raises UnsupportedVllmError: arguments or a method do not fit."""
     found = unfit(kinds)
     if found:
         raise UnsupportedVllmError(
@@ -246,9 +236,8 @@ def check_overrides(user: str, *kinds: type) -> None:
 
 
 def check_vllm(serving: bool = False, version: str = vllm.__version__) -> None:
-    """Check the version, and what Sluice uses of it. ``serving``: also what the replica's process
-    uses, beside the engine's. . Raises UnsupportedVllmError: what is missing, or that the version
-    is too old."""
+    """Check the version and what Sluice uses of it, with ``serving`` also what the replica's
+    process uses beside the engine's. Raises UnsupportedVllmError: what is missing, or too old."""
     parts = [*_SCHEDULING, *(_SERVING if serving else ())]
     if not unmet([Part(_SCHEDULER)]):
         parts += _versioned()
@@ -266,8 +255,7 @@ def _versioned() -> list[Part]:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Check that plans can be executed with the engine's configuration. Raises
-    UnsupportedVllmError: the setting, and what is allowed."""
+    """Check that plans can be executed. Raises UnsupportedVllmError: what is allowed."""
     scheduler = vllm_config.scheduler_config
     parallel = vllm_config.parallel_config
     rules = (
@@ -314,8 +302,7 @@ def rank_of(vllm_config: Any) -> int:
 
 
 def _check_data_parallel(vllm_config: Any) -> None:
-    """Check that an engine can have several ranks. Raises UnsupportedVllmError: the setting, and
-    what is allowed."""
+    """Check that an engine can have several ranks. Raises UnsupportedVllmError: it cannot."""
     check("data parallelism", WITH_DATA_PARALLEL, DATA_PARALLEL)
     parallel = vllm_config.parallel_config
     rules = (
@@ -337,8 +324,7 @@ def _check_data_parallel(vllm_config: Any) -> None:
 
 
 def _check_pipeline(vllm_config: Any) -> None:
-    """Check that several batches can be in flight. Raises UnsupportedVllmError: the setting, and
-    what is allowed."""
+    """Check that several batches can be in flight. Raises UnsupportedVllmError: they cannot."""
     check("pipeline parallelism", WITH_PIPELINE, PIPELINE)
     rules = (
         # What is not shown to be right with several batches in flight.
@@ -354,8 +340,7 @@ def _check_pipeline(vllm_config: Any) -> None:
 
 
 def _check_speculation(vllm_config: Any) -> None:
-    """Check that drafted tokens can be checked by the plan. Raises UnsupportedVllmError: the
-    setting, and what is allowed."""
+    """Check that the plan can check drafted tokens. Raises UnsupportedVllmError: it cannot."""
     check("speculative decoding by the plan", WITH_SPECULATION, SPECULATION)
     config = vllm_config.speculative_config
     rules = (

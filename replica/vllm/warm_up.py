@@ -95,11 +95,9 @@ _SLO = SLO(service_class="profile")
 
 
 async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> None:
-    """Use each feature in a batch of its own, all of them in one batch, and each LoRA adapter.
-
-    A feature that the engine refuses (a model without a chat template refuses chats) is refused to
-    clients, too: a refusal is logged, and is no error. Raises EngineDeadError: the engine died at
-    the first use of a feature; the message names it."""
+    """Use each feature in a batch of its own, all in one, and each LoRA adapter. One that the
+    engine refuses is logged, as clients are refused, too. Raises EngineDeadError: the engine died
+    at the first use of a feature; the message names it."""
     started_s = time.monotonic()
     user = _User(engine, model)
     features = {**SAMPLING_FEATURES, **STRUCTURED_FEATURES}
@@ -134,8 +132,7 @@ class _User:
     async def use_together(
         self, features: Mapping[str, Mapping[str, Any]], output_tokens: Sequence[int]
     ) -> None:
-        """Send a completion for each feature and number of output tokens, all at once. Raises
-        EngineDeadError: see :func:`warm_up`."""
+        """Send a completion for each feature and number of output tokens, all at once."""
         await asyncio.gather(
             *(
                 self.use(
@@ -154,8 +151,7 @@ class _User:
         )
 
     async def use(self, endpoint: Endpoint, body: Mapping[str, Any], name: str) -> bool:
-        """Send one request and read its answer; whether the engine served it. Raises
-        EngineDeadError: see :func:`warm_up`."""
+        """Send one request and read its answer; whether the engine served it."""
         self.used += 1
         request = EngineRequest(
             f"warm-up-{self.used}", endpoint, {"model": self._model, **body}, _SLO
