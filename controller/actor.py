@@ -1,9 +1,8 @@
 """The central actor: it tracks every replica's queue and decides where each request goes.
 
-:class:`Controller` is a plain class; :mod:`sluice.controller.discovery` is the Ray actor. Its
-methods do not await while they change state, so two decisions never interleave. It keeps no prompt,
-no tokens and no state on disk; after a restart the replicas restore the state with their hellos.
-"""
+``Controller`` is a plain class, which ``discovery`` wraps as a Ray actor. Its methods do not
+await while they change state, so two decisions never interleave. Nothing is on disk: after a
+restart the replicas' hellos restore the state."""
 
 from __future__ import annotations
 
@@ -96,13 +95,8 @@ class Quotas:
         self._buckets: dict[str, Bucket] = {}
 
     def share(self, uses: Sequence[QuotaUse], now_s: float) -> list[float]:
-        """Add a router's uses. Returns the fill level of each of their buckets, in order.
-
-        ``O(len(uses))``, occasionally ``O(buckets)``.
-
-        Raises:
-            ValueError: there are too many buckets.
-        """
+        """Add a router's uses; the fill level of each of their buckets, in order.
+        ``O(len(uses))``, occasionally ``O(buckets)``. Raises ValueError: too many buckets."""
         if len(self._buckets) + len(uses) > MAX_ACCOUNTS:
             self._drop_empty(now_s)
             if len(self._buckets) + len(uses) > MAX_ACCOUNTS:
@@ -130,12 +124,7 @@ SETTLING_S = 5.0
 
 
 class Controller:
-    """Mirror, ledger and decisions.
-
-    Args:
-        config: see :class:`ControllerConfig`.
-        clock: monotonic seconds.
-    """
+    """Mirror, ledger and decisions. ``clock``: monotonic seconds."""
 
     def __init__(
         self, config: ControllerConfig, clock: Callable[[], float] = time.monotonic
@@ -199,16 +188,9 @@ class Controller:
         return self._clock() - self._heard_s
 
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
-        """Decide on each query; each decision reserves what it takes at once. Up to
-        ``MOST_TOGETHER`` are decided together (:meth:`Placer.order
-        <sluice.scheduling.placement.placer.Placer.order>`).
-
-        See :class:`RouteDecision` for the possible outcomes. A malformed query is answered with the
-        reason ``invalid_query``; the rest of the batch is decided on as usual.
-
-        Raises:
-            ValueError: not a list, or more than ``MAX_QUERIES``.
-        """
+        """Decide on each query and reserve what it takes; up to ``MOST_TOGETHER`` are decided
+        together. A malformed query is answered with the reason ``invalid_query``. Raises
+        ValueError: not a list, or more than ``MAX_QUERIES``."""
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
         return await self._server.window.route([_checked_or_none(query) for query in queries])
@@ -220,11 +202,8 @@ class Controller:
         return await self._server.endpoint(ray.util.get_node_ip_address())
 
     async def hello(self, hello: ReplicaHello) -> ReportReply:
-        """Register a replica, or replace what is known of it.
-
-        Raises:
-            ValueError: the message is malformed, or too many replicas are known.
-        """
+        """Register or replace a replica. Raises ValueError: malformed, or too many replicas are
+        known."""
         now_s = self._hear()
         self._forget_silent(now_s)
         with self._counters.refusals():
@@ -238,11 +217,7 @@ class Controller:
         return self._reply(hello.replica_id, resync=False)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply:
-        """Apply what changed in a replica, or ask for a hello.
-
-        Raises:
-            ValueError: the message is malformed.
-        """
+        """Apply what changed in a replica, or ask for a hello. Raises ValueError: malformed."""
         with self._counters.refusals():
             delta = checked_delta(delta)
         return self._report(delta)
@@ -257,52 +232,33 @@ class Controller:
         self._quarantine.forget(replica_id)
 
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
-        """A router saw replicas leave: stop choosing them. Unknown ones are ignored.
-
-        Raises:
-            ValueError: not a list of ids.
-        """
+        """Stop choosing replicas that a router saw leave. Raises ValueError: not a list of ids."""
         replica_ids = checked("replica_ids", replica_ids, Ids)
         self._mirror.mark_gone(replica_ids, self._hear())
 
     async def troubled(self, source: int, notices: Sequence[TroubleNotice]) -> None:
-        """The router ``source`` saw requests fail or hang. Unknown replicas are ignored.
-
-        Raises:
-            ValueError: not a list of notices, or no source.
-        """
+        """The router ``source`` saw requests fail or hang. Raises ValueError: malformed, or no
+        source."""
         checked("source", source, Key)
         notices = checked("notices", notices, Notices)
         self._quarantine.troubled(source, notices, self._hear())
 
     async def release(self, keys: Sequence[int]) -> None:
-        """A router abandoned these requests, or sent them elsewhere. Unknown keys are ignored.
-
-        Raises:
-            ValueError: not a list of keys.
-        """
+        """A router abandoned these requests, or sent them elsewhere. Raises ValueError: no keys."""
         keys = checked("keys", keys, Keys)
         self._quarantine.released(keys, self._hear())
         self._fleet.release(keys)
         self._classes.ended(keys)
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float]:
-        """Add the rate-limit use of a router's clients. Returns how full each of these buckets is
-        over all routers.
-
-        Raises:
-            ValueError: malformed, or over a limit.
-        """
+        """Add the rate-limit use of a router's clients; how full each of these buckets is over
+        all routers. Raises ValueError: malformed, or over a limit."""
         with self._counters.refusals():
             return self._quotas.share(checked("uses", uses, Uses), self._hear())
 
     async def loop_age(self, key: int, age_s: float) -> float:
-        """How long ago the tool loop ``key`` began, seconds, as far as any router has said. A
-        router asks at each turn: its first turn there came ``age_s`` ago.
-
-        Raises:
-            ValueError: no key, or no age.
-        """
+        """Seconds since the tool loop ``key`` began, as far as any router has said; ``age_s`` is
+        since its first turn at the asking router. Raises ValueError: no key, or no age."""
         with self._counters.refusals():
             key, age_s = checked("key", key, Key), checked("age_s", age_s, Age)
         now_s = self._hear()
@@ -316,10 +272,7 @@ class Controller:
     ) -> SyncReply:
         """Take a router's endings and late notices since its last call. The reply names the
         requests of ``waits`` that are predicted to miss their TTFT, and the replicas that leave.
-
-        Raises:
-            ValueError: malformed, or over a limit.
-        """
+        Raises ValueError: malformed, or over a limit."""
         now_s = self._hear()
         with self._counters.refusals():
             endings = checked("endings", endings, RequestEndings)
@@ -366,22 +319,12 @@ class Controller:
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
     ) -> dict[str, Any] | None:
-        """Close a replica to new requests, or open it again; it finishes its requests either way.
+        """Close a replica to new requests, or open it again. The setting lasts until the replica
+        says goodbye, over restarts of this controller too (``controller.state.drains``).
 
-        The setting belongs to the replica's id and lasts until the replica says goodbye. It
-        survives a restart of this controller: the replica remembers it. See
-        :mod:`sluice.controller.state.drains`.
-
-        Args:
-            spare_last: do not close the last replica that takes requests.
-
-        Returns:
-            The requests left at the replica, and whether it was spared as the ``last`` one;
-            ``None`` for an unknown replica. An unreachable replica can be opened again.
-
-        Raises:
-            ValueError: ``replica_id`` is no id, or ``drain`` is no flag.
-        """
+        Returns the requests left there and whether it was spared as the ``last`` open one (with
+        ``spare_last``); ``None``: unknown replica. An unreachable one can be opened again.
+        Raises ValueError: ``replica_id`` is no id, or ``drain`` is no flag."""
         checked("replica_id", replica_id, Id)
         if not isinstance(drain, bool):
             raise ValueError(f"drain must be true or false, got {short(drain)}")
@@ -523,7 +466,7 @@ class Controller:
         return decision
 
     def _decide(self, query: RouteQuery, at: int | None, ordered_s: float) -> RouteDecision:
-        """Decide on a query, at the replica's row ``at`` if that can guarantee it, after
+        """Decide on a query, at the replica's row ``at`` if that can promise it, after
         ``ordered_s`` seconds for its place among others."""
         started_s = self._clock()
         if started_s >= self._quarantine.look_s:

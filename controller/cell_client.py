@@ -49,21 +49,13 @@ may take long."""
 
 
 class Link:
-    """Calls an actor with a deadline; after a failure, repairs itself in the background.
+    """Calls an actor with a deadline; after its death or a timeout, repairs itself in the
+    background.
 
-    A failure here is the actor's death, or a timeout of a call that it answers at once.
-    While the actor does not answer (:attr:`up` is false) every call fails at once, so that no
-    request waits for a second timeout. A background task looks the actor up again if its handle is
-    dead, starts an actor if the name is gone, and probes until there is an answer.
-
-    Use it from one event loop. It blocks only in its constructor.
-
-    Args:
-        app_name: name of the application.
-        config: the controller's configuration.
-        on_down: called when calls begin to fail.
-        part: the actor to call. cell: which of the controllers.
-    """
+    While the actor does not answer (``up`` is false) every call fails at once, so that no
+    request waits for a second timeout. The repair looks a dead actor up again, starts one if the
+    name is gone, and probes until there is an answer. For one event loop; only the constructor
+    blocks."""
 
     def __init__(
         self,
@@ -93,11 +85,7 @@ class Link:
         """Whether the actor answered when it was last called."""
 
     def check(self) -> None:
-        """Return if calls may be made; otherwise start a repair of the link.
-
-        Raises:
-            NoAnswerError: the actor is known to be unresponsive.
-        """
+        """Start a repair of the link unless calls may be made. Raises NoAnswerError: not now."""
         if not self.up:
             self._repair()
             raise NoAnswerError("unavailable")
@@ -109,13 +97,9 @@ class Link:
         timeout_s: float,
         on_late: Callable[[Any], None] | None = None,
     ) -> Any:
-        """The result of the actor's ``method``. An actor that stalled runs the queued calls
-        when it recovers: ``on_late`` is called with a result that arrives after the timeout.
-
-        Raises:
-            NoAnswerError: it could not be called or did not answer in time.
-            ValueError: the actor refused the arguments.
-        """
+        """The result of the actor's ``method``. A stalled actor runs queued calls when it
+        recovers: ``on_late`` gets a result that arrives after the timeout. Raises NoAnswerError:
+        it could not be called or did not answer in time; ValueError: it refused the arguments."""
         self.check()
         try:
             return await self._ask(method, *args, timeout_s=timeout_s, on_late=on_late)
@@ -231,20 +215,12 @@ class _Waiting(NamedTuple, Generic[Question, Answer]):
 
 
 class Coalescer(Generic[Question, Answer]):
-    """Asks questions in batches, with one deadline from question to answer.
+    """Asks questions in batches, with one deadline (``timeout_s``) from question to answer.
 
     Questions of one event-loop turn go in one call; while ``calls`` calls are in flight, further
-    questions are queued. ``O(1)`` per question.
-
-    Args:
-        send: sends a batch, with a timeout in seconds; returns the answers in the order of the
-            questions. It may raise :class:`NoAnswerError` or ``ValueError``, which is then raised
-            to every caller of the batch.
-        unwanted: called with each answer whose caller was cancelled or timed out before.
-        timeout_s: longest wait of a caller, seconds.
-        batch: most questions in a call. calls: most calls in flight. queue: most questions that
-            wait for a call.
-    """
+    ones are queued, at most ``queue``. ``O(1)`` per question. ``send`` gets a batch and a
+    timeout in seconds, and answers in order; its NoAnswerError or ValueError goes to every
+    caller of the batch. ``unwanted`` gets each answer whose caller was cancelled or timed out."""
 
     def __init__(
         self,
@@ -268,12 +244,8 @@ class Coalescer(Generic[Question, Answer]):
         self._scheduled = False
 
     async def ask(self, question: Question) -> Answer:
-        """The answer to ``question``.
-
-        Raises:
-            NoAnswerError: no answer in time, or the call failed, or the queue is full.
-            ValueError: the batch was refused.
-        """
+        """The answer to ``question``. Raises NoAnswerError: no answer in time, or the call
+        failed, or the queue is full; ValueError: the batch was refused."""
         if len(self._queue) >= self._limit:
             raise NoAnswerError("full")
         loop = asyncio.get_running_loop()
@@ -382,23 +354,14 @@ class CallMetrics:
 
 
 class Calls:
-    """Calls an actor, and counts the outcomes.
-
-    Args:
-        link: to the actor.
-        metrics: of the process.
-    """
+    """Calls an actor, and counts the outcomes."""
 
     def __init__(self, link: Link, metrics: CallMetrics) -> None:
         self.link = link
         self._metrics = metrics
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call and count.
-
-        Raises:
-            NoAnswerError, ValueError: as :meth:`Link.call`.
-        """
+        """Call and count. Raises NoAnswerError, ValueError: as ``Link.call``."""
         try:
             answer = await self.link.call(method, *args, timeout_s=timeout_s)
         except NoAnswerError as error:
@@ -411,11 +374,7 @@ class Calls:
         return answer
 
     async def answer(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """The same; ``None`` without an answer.
-
-        Raises:
-            ValueError: as :meth:`Link.call`.
-        """
+        """As ``call``, but ``None`` without an answer. Raises ValueError."""
         try:
             return await self.call(method, *args, timeout_s=timeout_s)
         except NoAnswerError:
@@ -427,17 +386,9 @@ class Calls:
 
 
 class CellClient:
-    """Calls of one process to one deciding actor. The methods are those of
-    :class:`~sluice.controller.client.ControllerClient`, which has the exceptions.
-
-    Args:
-        app_name, config, timeout_s, clock: see there.
-        number: which of the cells it is.
-        metrics: of the process.
-        source: number of the process, for notices of trouble.
-        on_slack: called with the number of the cell and its slack whenever the cell, one of
-            several, reports it.
-    """
+    """Calls of one process to one deciding actor, with the methods of ``ControllerClient``,
+    which has the exceptions. ``on_slack`` gets the number of the cell and its slack whenever the
+    cell, one of several, reports it."""
 
     def __init__(
         self,
@@ -546,9 +497,8 @@ class CellClient:
         missing: Callable[[Sequence[int]], None],
         answered: Callable[[], None],
     ) -> None:
-        """Send the endings and late notices since the last time, and ask about ``waits``; skipped
-        while the last one is under way. With an answer :attr:`leaving` is new, and ``answered`` is
-        called."""
+        """Send endings and late notices, and ask about ``waits``, unless the last sync is under
+        way. An answer sets ``leaving`` and is passed to ``answered``."""
         if self._sync_task is None:
             sync = self._sync(waits, missing, answered)
             self._sync_task = asyncio.get_running_loop().create_task(sync)

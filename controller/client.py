@@ -56,24 +56,14 @@ SCRAPE_TIMEOUT_S = 2.0
 class ControllerClient:
     """One process's access to its application's controller, or to the cells of it, and observer.
 
-    Create one per process and use it from one event loop. The constructor blocks, and finds, starts
-    or replaces the actors (:func:`ensure_controller`). Everything else is asynchronous and returns
-    ``None`` or ``False`` if the actor does not answer, at once while it is known to be
-    unresponsive. No call is retried: a caller that gets ``None`` continues without the controller.
+    Use it from one event loop. The constructor blocks, and finds, starts or replaces the actors.
+    Everything else returns ``None`` or ``False`` if the actor does not answer, at once while it
+    is known to be unresponsive. No call is retried.
 
-    With several cells, what concerns a replica goes to the cell that owns it
-    (:func:`~sluice.scheduling.placement.cells.cell_of`), a request's decision to at most two cells
-    (:class:`~sluice.scheduling.placement.cells.CellChoice`), and what is the application's, the
-    rate limits and the tool loops, to the first cell.
-
-    Args:
-        app_name: name of the application, or of one of its fleets (:func:`fleet_name`).
-        config: the controller's configuration.
-        timeout_s: longest wait for a cell's decision, seconds, time in the client's queue included.
-        registry: registry of the client's own metrics; ``None``: they are not registered.
-        clock: monotonic seconds.
-        replica_id: if the process is this replica and nothing else: it needs only its own cell.
-    """
+    With several cells, what concerns a replica goes to the cell that owns it, a decision to at
+    most two cells (``CellChoice``), and rate limits and tool loops to the first cell.
+    ``timeout_s`` includes the time in the client's queue. A client with ``replica_id`` serves
+    that replica only and needs only its own cell."""
 
     def __init__(
         self,
@@ -111,9 +101,8 @@ class ControllerClient:
 
     @property
     def closed(self) -> frozenset[str]:
-        """The replicas that an operator has closed to new requests, as the controller last
-        reported with a decision or a push of metrics. The report stays valid while the controller
-        does not answer."""
+        """The replicas closed by an operator, as the controller last reported with a decision or
+        a push of metrics; valid while the controller does not answer."""
         return frozenset[str]().union(*(cell.closed for cell in self._of.values()))
 
     @property
@@ -123,13 +112,9 @@ class ControllerClient:
         return frozenset[str]().union(*(cell.quarantined for cell in self._of.values()))
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
-        """The decision on ``query``, or ``None`` if the controller did not answer in time.
-
-        A single timeout affects only its own question. The controller counts as hung after
-        ``MAX_TIMEOUTS`` in a row (:mod:`sluice.controller.transport.channel`); its death is
-        detected at once. While there is no connection and decisions are actor calls, one timeout is
-        enough.
-        """
+        """The decision on ``query``, or ``None`` if the controller did not answer in time. It
+        counts as hung after ``MAX_TIMEOUTS`` timeouts in a row; after one while decisions are
+        actor calls."""
         choice = self._choice
         if choice is None:
             return await self._first.route(query)
@@ -153,20 +138,12 @@ class ControllerClient:
             self._choice.heard(number, slack_s, self._clock())
 
     async def hello(self, hello: ReplicaHello) -> ReportReply | None:
-        """Register a replica.
-
-        Raises:
-            ValueError: the controller refused the message, and says why.
-        """
+        """Register a replica. Raises ValueError: the controller refused the message."""
         return await self._owner(hello.replica_id).hello(hello)
 
     async def report(self, delta: ReplicaDelta) -> ReportReply | None:
-        """Report a replica's changes. After ``None`` it is unknown whether they arrived; if they
-        were lost, the next report is answered with ``resync``.
-
-        Raises:
-            ValueError: the controller refused the message, and says why.
-        """
+        """Report a replica's changes. ``None``: perhaps lost; the next report then gets
+        ``resync``. Raises ValueError: the controller refused the message, and says why."""
         return await self._owner(delta.replica_id).report(delta)
 
     async def goodbye(self, replica_id: str) -> bool:
@@ -174,12 +151,9 @@ class ControllerClient:
         return await self._owner(replica_id).delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver a process's metrics to the observer. In a router (:meth:`on_push`), also start to
-        send the controller the request endings and late notices since the last push.
-
-        Raises:
-            ValueError: the observer refused them, and says why.
-        """
+        """Deliver a process's metrics to the observer; in a router (``on_push``) also start a
+        sync of endings and late notices with the controller. Raises ValueError: the observer
+        refused them."""
         if self._is_router:
             waits = self._waits()
             for cell in self._of.values():
@@ -192,12 +166,8 @@ class ControllerClient:
         return True
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
-        """Report the rate-limit use of a router's clients. Returns how full these buckets are over
-        all routers; see :mod:`sluice.controller.actor`.
-
-        Raises:
-            ValueError: the controller refused the message, and says why.
-        """
+        """Report the rate-limit use of a router's clients; how full these buckets are over all
+        routers. Raises ValueError: the controller refused the message, and says why."""
         levels: list[float] | None
         levels = await self._first.calls.answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
         return levels
@@ -220,11 +190,7 @@ class ControllerClient:
         return view
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
-        """The last decisions and their reasons, the latest first, from the observer.
-
-        Raises:
-            ValueError: ``limit`` is out of range.
-        """
+        """The last decisions and reasons, the latest first. Raises ValueError: ``limit``."""
         told: list[dict[str, Any]] | None
         told = await self._observer.answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
         return told
@@ -232,13 +198,8 @@ class ControllerClient:
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
     ) -> dict[str, Any] | None:
-        """Close a replica to new requests, or open it again. Returns the requests left there;
-        ``None`` for an unknown replica. See :meth:`sluice.controller.actor.Controller.drain`.
-
-        Raises:
-            NoAnswerError: the controller did not answer; the change may have been made or not.
-            ValueError: ``replica_id`` is no id.
-        """
+        """As ``Controller.drain``. Raises NoAnswerError: the change may have been made or not;
+        ValueError: ``replica_id`` is no id."""
         owner, asked = self._owner(replica_id).calls, ("drain", replica_id, drain)
         told: dict[str, Any] | None
         told = await owner.call(*asked, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
@@ -264,12 +225,7 @@ class ControllerClient:
         return told
 
     async def load(self, role: Role | None = None) -> Load | None:
-        """The load on all replicas together, or on the replicas of ``role``, from the observer;
-        autoscaling reads it.
-
-        Raises:
-            ValueError: no such role.
-        """
+        """The load on all replicas, or those of ``role``. Raises ValueError: no such role."""
         load: Load | None = await self._observer.answer("load", role, timeout_s=SCRAPE_TIMEOUT_S)
         return load
 
@@ -294,9 +250,9 @@ class ControllerClient:
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """From now on, with each push of metrics, tell the controller how requests ended, ask it
-        about the requests of ``waits``, at most ``MAX_WAITS``, and call ``missing`` with the keys
-        of those predicted to miss their TTFT. Neither callback may block."""
+        """Sync with the controller at each push of metrics: ``missing`` gets the keys of the
+        requests of ``waits`` (at most ``MAX_WAITS``) predicted to miss their TTFT. Neither
+        callback may block."""
         self._waits, self._missing = waits, missing
         self._is_router = True
 

@@ -82,7 +82,7 @@ class ControllerConfig(BaseModel):
 
     @property
     def aged_after_s(self) -> float:
-        """A replica silent for longer gives no guarantees and is chosen last, seconds."""
+        """A replica silent for longer gives no promises and is chosen last, seconds."""
         return self.stale_after_s / 2
 
     @property

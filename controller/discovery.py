@@ -37,12 +37,7 @@ def compile_loops(config: ControllerConfig) -> None:
 
 
 class DetachedController(Controller):
-    """A :class:`Controller` that ends after a time without calls.
-
-    Args:
-        config: see :class:`ControllerConfig`.
-        end_after_s: silence after which it ends, seconds; checked ten times in that time.
-    """
+    """A ``Controller`` that ends after ``end_after_s`` seconds without calls."""
 
     def __init__(self, config: ControllerConfig, end_after_s: float = END_AFTER_S) -> None:
         compile_loops(config)
@@ -51,13 +46,8 @@ class DetachedController(Controller):
 
 
 class DetachedObserver(Observer):
-    """An :class:`Observer` that ends after a time without calls.
-
-    Args:
-        config: the controller's configuration.
-        names: of the controller, or of all its cells. namespace: of these.
-        end_after_s: as of :class:`DetachedController`.
-    """
+    """An ``Observer`` that ends after ``end_after_s`` seconds without calls. ``names``: of the
+    controller, or of all its cells."""
 
     def __init__(
         self,
@@ -90,9 +80,8 @@ NAMESPACE = "sluice"
 
 _MAX_CONCURRENCY = 10_000
 _CPUS = 0.1
-"""Ray CPUs of each actor. With 0 CPUs Ray may start it on any node: on a head node without CPUs,
-where it ends with the head although the rest of the cluster can outlive that, or on a node that
-counts as idle and is removed."""
+"""Ray CPUs of each actor. With 0, Ray may start it on a head node without CPUs, whose end the
+rest of the cluster can outlive, or on a node that counts as idle and is removed."""
 
 _CELL_CPUS = 1.0
 """The same of one of several controllers: each has so much to do that it needs its own core."""
@@ -125,12 +114,9 @@ def observer_actor_name(app_name: str) -> str:
 def find_or_start(
     app_name: str, config: ControllerConfig, part: Part = "controller", cell: int = 0
 ) -> Any:
-    """The handle of the application's controller, which may be one of several cells, or observer,
-    of any version and configuration; started if there is none.
-
-    The actor belongs to no job, and Ray restarts it when its process dies. Ray never retries its
-    calls: the caller's request would be placed twice.
-    """
+    """The handle of the application's controller, cell or observer of any version and
+    configuration; started if there is none. It belongs to no job, and Ray restarts it when its
+    process dies, but never retries its calls: the caller's request would be placed twice."""
     actor: Any = DetachedController
     args: tuple[Any, ...] = (config,)
     if part == "observer":
@@ -156,21 +142,14 @@ def find_or_start(
 def ensure_controller(
     app_name: str, config: ControllerConfig, wait_s: float = 180.0, cell: int = 0
 ) -> Any:
-    """The handle of a controller, or of one of its cells, of this version with this configuration.
-    Its observer starts beside it and is not waited for.
+    """The handle of a controller, or of one of its cells, of this version with this
+    configuration; its observer starts beside it and is not waited for.
 
-    A running controller with another fingerprint is stopped and replaced; the replicas restore its
-    state. To be called when the application is deployed and by processes that start with it. A
-    process that only lost its controller uses :func:`find_or_start`; otherwise an old and a new
-    router would stop each other's controllers in turn.
-
-    If nothing is compiled yet, a controller's start takes as long as compiling its loops.
-
-    Raises:
-        TimeoutError: no controller was ready within ``wait_s`` seconds.
-        RuntimeError: every new controller has another fingerprint: the nodes run different
-            versions, or another deployment uses the same name with another configuration.
-    """
+    One with another fingerprint is replaced, so this is for deployment and for processes that
+    start with it: a process that only lost its controller uses ``find_or_start``, or an old and
+    a new router would stop each other's controllers in turn. A first start also compiles the
+    loops. Raises TimeoutError: none was ready within ``wait_s`` seconds; RuntimeError: every new
+    one has another fingerprint (mixed versions, or a name used twice)."""
     find_or_start(app_name, config, "observer")
     if cell == 0:
         for other in range(1, config.cells):
@@ -179,22 +158,14 @@ def ensure_controller(
 
 
 def ensure_observer(app_name: str, config: ControllerConfig, wait_s: float = 10.0) -> Any:
-    """The handle of an observer of this version with this configuration; otherwise as
-    :func:`ensure_controller`. The wait is short: the application works without it.
-
-    Raises:
-        TimeoutError, RuntimeError: as :func:`ensure_controller`.
-    """
+    """As ``ensure_controller``, with a short wait: the application works without an observer."""
     return _ensure(app_name, config, "observer", wait_s)
 
 
 def stop_controller(app_name: str) -> bool:
-    """Stop an application's controller, with all its cells, and its observer without restart.
-    Returns whether there was a controller.
-
-    To be called once the application's routers and replicas are gone: their clients would start new
-    ones.
-    """
+    """Stop an application's controller, all its cells and its observer; whether there was one.
+    For after the application's routers and replicas are gone: their clients would start new
+    ones."""
     _stop(app_name, "observer")
     # Of any configuration: also the cells of one that had more.
     stopped = [_stop(app_name, "controller", cell) for cell in range(MOST_CELLS)]

@@ -1,8 +1,5 @@
-"""The Serve application: router and every model's replicas, from one configuration.
-
-``serve deploy`` uses it as ``import_path: sluice.deploy.app:build`` with the configuration as
-``args``.
-"""
+"""The Serve application, from one configuration: ``import_path: sluice.deploy.app:build`` with
+the configuration as ``args``."""
 
 from __future__ import annotations
 
@@ -56,9 +53,8 @@ _ADMITTED_BY_CONTROLLER = 1_000_000
 
 
 def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
-    """The application for ``args``: a :class:`SluiceConfig`, or a mapping with its fields. Raises
-    ValueError: a field is unknown or out of range, the admin API would be open to every client that
-    reaches the cluster's port, or this Ray is not supported."""
+    """The application for ``args``, a configuration or its mapping. Raises ValueError: a field
+    is not allowed, the admin API would be open to everyone, or this Ray is not supported."""
     check_ray()
     config = args if isinstance(args, SluiceConfig) else parse_config(args)
     if config.router.admin.access == "open" and not isinstance(args, SluiceConfig):

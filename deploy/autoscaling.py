@@ -1,12 +1,9 @@
-"""The bridge from Serve's autoscaler to :mod:`sluice.scheduling.autoscaling`.
+"""The bridge from Serve's autoscaler to ``sluice.scheduling.autoscaling``.
 
-Serve calls its policy ten times a second. The policy decides whenever a replica has reported a
-newer load, and otherwise keeps the number of replicas: without a new load from the controller
-nothing is scaled. The one exception is Serve's own: where no replica runs, a request that waits in
-a handle of the deployment (:meth:`~sluice.router.serve.replicas.ServeReplicas.wake`) starts one.
-
-Serve pickles this module by value into its own controller, so everything shared is imported.
-"""
+Serve calls its policy ten times a second; it decides when a replica has reported a newer load,
+and otherwise keeps the number. Where no replica runs, a request that waits in a handle of the
+deployment starts one (Serve's own rule). Serve pickles this module by value into its controller,
+so everything shared is imported."""
 
 from __future__ import annotations
 
@@ -34,17 +31,9 @@ _log = logging.getLogger("ray.serve")
 
 
 class ObjectivePolicy:
-    """Adapts a Sluice autoscaling policy to Serve's interface: context in, number and state out.
-
-    On any error the number of replicas stays and the error is logged: an exception would stop
-    Serve's control loop from managing the replicas.
-
-    Args:
-        policy: registered name.
-        options: options of the policy.
-        zero_after_s: see :class:`~sluice.scheduling.autoscaling.to_zero.ToZero`; not used with a
-            minimum of one replica or more.
-    """
+    """Adapts a Sluice autoscaling policy to Serve: context in, number and state out. On any
+    error the number of replicas stays: an exception would stop Serve's control loop.
+    ``zero_after_s``: see ``ToZero``; unused with a minimum of one replica or more."""
 
     def __init__(self, policy: str, options: Mapping[str, Any], zero_after_s: float) -> None:
         self._policy = make_policy(policy, options)
@@ -89,21 +78,15 @@ class ObjectivePolicy:
 
 
 def is_news(now_s: float, told_s: float) -> bool:
-    """Whether a load of time ``now_s`` is newer than one of ``told_s``, on the controller's clock.
-
-    A replica may report an older load than another replica that has left since. A clock that is far
-    behind is a different clock: the controller was restarted on another host.
-    """
+    """Whether a load of time ``now_s`` is newer than one of ``told_s``, on the controller's
+    clock. A clock that is far behind is another one: the controller was restarted on another
+    host."""
     return now_s > told_s or now_s < told_s - OLD_NEWS_S
 
 
 def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
-    """The latest of the replicas' last reported loads; ``None`` without one.
-
-    Args:
-        metrics: by field of :class:`Load` and replica, the values with the times of their reports,
-            in order, as Serve keeps them.
-    """
+    """The latest of the replicas' last reported loads; ``None`` without one. ``metrics``: by
+    field of ``Load`` and replica, timed values in order, as Serve keeps them."""
     loads = []
     for replica, series in metrics.get("now_s", {}).items():
         fields = {}

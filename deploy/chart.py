@@ -1,10 +1,7 @@
-"""The Helm chart: the parts of it that follow from the code, and its package.
+"""The parts of the Helm chart that follow from the code, and its package.
 
-``python -m sluice.deploy.chart`` writes the configuration in the values' schema, Ray's environment
-and the table of values in the README into ``helm/sluice``; a test fails if they are outdated. With
-``--package FOLDER`` it writes the chart as it is installed into ``FOLDER/sluice``: with the alert
-rules and the dashboards of ``deploy/``.
-"""
+``python -m sluice.deploy.chart`` writes the former into ``helm/sluice``; with ``--package
+FOLDER`` it writes the chart as it is installed, with alert rules and dashboards."""
 
 from __future__ import annotations
 

@@ -70,14 +70,8 @@ class ModelConfig(BaseModel):
 
 
 class ModelFleet(NamedTuple):
-    """One model with all that is deployed for it.
-
-    Attributes:
-        model: the name that requests use.
-        key: tells it from the other models in names of deployments and actors; ``None`` where
-            there is one model that the configuration does not name.
-        config: its engine, replicas and controller.
-    """
+    """One model with all that is deployed for it. ``key`` tells it apart in names of deployments
+    and actors; ``None`` for a single model that the configuration does not name."""
 
     model: str
     key: str | None
@@ -110,9 +104,8 @@ def key_of(model: str) -> str:
 
 
 def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The raw configuration ``data``; fields that one of its ``models`` omits are taken from the
-    sections that they share. What is of a wrong type is left for the validation to refuse. Raises
-    ValueError: a name is given twice over."""
+    """``data`` with the sections that its ``models`` share filled in for each; wrong types are
+    left to the validation. Raises ValueError: a name is given twice over."""
     models = data.get("models")
     if not isinstance(models, Mapping) or not models:
         return dict(data)
@@ -148,9 +141,8 @@ def _filled(data: Mapping[str, Any], name: Any, entry: Any) -> Any:
 
 
 def _laid_over(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """``shared`` overridden by ``own``, field by field. Shared options of a policy that ``own``
-    replaces are dropped, and so are shared settings of the number of replicas that conflict with
-    those of ``own``."""
+    """``shared`` overridden by ``own``, field by field, without the shared options of a policy
+    that ``own`` replaces and shared replica numbers that conflict with its own."""
     foreign = {
         options
         for choice, options in _OPTIONS.items()
@@ -263,24 +255,15 @@ class SluiceConfig(BaseModel):
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:
-    """Read ``path`` (YAML) and lay ``overrides`` (nested, as in the file) over it.
-
-    Raises:
-        ValueError: the file is not a YAML mapping, or a value is not allowed; the message names
-            every such field and what is allowed.
-        OSError: the file cannot be read.
-    """
+    """Read ``path`` (YAML) and lay ``overrides`` (nested) over it. Raises ValueError: no
+    mapping, or values not allowed, every one named; OSError: the file cannot be read."""
     data = {} if path is None else read_mapping(path)
     return parse_config(_merge(data, overrides or {}))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The YAML mapping in ``path``, unchecked.
-
-    Raises:
-        ValueError: it is not a YAML mapping.
-        OSError: the file cannot be read.
-    """
+    """The YAML mapping in ``path``, unchecked. Raises ValueError: no mapping; OSError: cannot be
+    read."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
@@ -401,12 +384,8 @@ def check_installed(config: SluiceConfig) -> None:
 
 def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
     """Why engines of ``config`` could not start, as far as the installed vLLM can tell: wrong
-    arguments; and, if they would run ``here`` and the files of the model are on this machine,
-    whatever else of their configuration is impossible. Nothing where vLLM is not installed.
-
-    It takes the 5 to 10 s in which a process imports vLLM, and no time where nothing of vLLM is
-    configured. An engine with ``num_gpus`` beside vLLM's CPU build would not run here.
-    """
+    arguments, and, if they would run ``here`` and the model's files are on this machine, an
+    impossible configuration. Takes the 5 to 10 s of importing vLLM if vLLM is configured."""
     if not vllm_is_here():
         return []
     asked = [each for each in _engines(config) if _configures_vllm(each[1].engine)]
@@ -454,9 +433,8 @@ def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:
 
 
 def check_model(engine: EngineConfig) -> None:
-    """Return if the model of ``engine`` is on this machine or on the hub, as far as can be told
-    without loading it. Asks the hub where no copy is in its cache. Raises ValueError: a file is
-    missing or the hub does not have the model; one sentence."""
+    """Check, without loading it, that the model of ``engine`` is on this machine or on the hub,
+    which is asked if no copy is cached. Raises ValueError: it is not."""
     profile = engine.latency_profile
     if profile is not None and not profile.expanduser().is_file():
         raise ValueError(f"engine.latency_profile: there is no file {profile}")

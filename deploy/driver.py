@@ -1,10 +1,8 @@
 """The process of ``sluice serve`` that talks to Ray: ``python -m sluice.deploy.driver FOLDER``.
 
-Calls of Ray can block without a limit, and Ray ends its driver's process when its control store is
-lost. So the command itself is no driver; see :mod:`sluice.deploy.supervisor`, which starts this
-process and ends it. This one gets a :func:`task` on its standard input, and later the command to
-stop; it writes one event a line, as JSON. When its input ends, it ends.
-"""
+Calls of Ray can block without a limit, and Ray ends its driver's process when its control store
+is lost, so ``supervisor`` runs this process. It gets a ``task`` on its standard input, later the
+command to stop, and writes one JSON event a line. When its input ends, it ends."""
 
 from __future__ import annotations
 
@@ -56,14 +54,8 @@ def main() -> None:
 
 
 class Driver:
-    """Starts the application and stops it again.
-
-    Args:
-        config: what to serve.
-        folder: for the files of Ray.
-        events: descriptor that events are written to.
-        log: descriptor for what libraries print once the application is ready.
-    """
+    """Starts the application and stops it again. ``events``: descriptor for events; ``log``:
+    descriptor for what libraries print once the application is ready."""
 
     def __init__(self, config: SluiceConfig, folder: Path, events: int, log: int) -> None:
         self._config = config

@@ -27,12 +27,7 @@ class UnreachableError(Exception):
 
 
 class AnswerError(Exception):
-    """The server refused or failed.
-
-    Args:
-        status: of the HTTP answer.
-        message: what the server says, in short.
-    """
+    """The server refused or failed, with this HTTP ``status``."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,17 +45,9 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class JsonServer:
-    """One server. The key goes there and nowhere else: redirects are not followed, and
-    proxies that the environment names are not used.
-
-    Args:
-        address: ``http://HOST:PORT`` or ``https://HOST:PORT``, perhaps with a path before all.
-        key: sent as a bearer key, if given.
-        timeout_s: longest silence of the server, seconds.
-
-    Raises:
-        ValueError: ``address`` has another form.
-    """
+    """One server. The bearer ``key`` goes nowhere else: no redirects, no proxies of the
+    environment. ``timeout_s``: longest silence of the server, seconds. Raises ValueError:
+    ``address`` is not ``http(s)://HOST:PORT``, perhaps with a path."""
 
     def __init__(self, address: str, key: str | None = None, timeout_s: float = 10.0) -> None:
         self.address = checked_address(address)
@@ -69,18 +56,8 @@ class JsonServer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """The answer's JSON; ``None`` for an empty answer.
-
-        Args:
-            method: of HTTP.
-            path: behind the server's address.
-            body: sent as JSON, if given.
-            timeout_s: longest silence this time, seconds; default: the server's.
-
-        Raises:
-            UnreachableError: nothing answers there, or not with HTTP, or not in time.
-            AnswerError: the status is not a success, or the answer is not JSON.
-        """
+        """The answer's JSON; ``None`` for an empty answer. Raises UnreachableError: nothing
+        answers in time, or not with HTTP; AnswerError: no success, or no JSON."""
         request = urllib.request.Request(self.address + path, method=method)
         if self._key is not None:
             # Not kept where the library would copy it to another request.
@@ -104,12 +81,7 @@ class JsonServer:
             ) from None
 
     def _answer(self, request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of a success.
-
-        Raises:
-            OSError, HTTPException: nothing answers, or not with HTTP, or not in time.
-            AnswerError: the status is not a success.
-        """
+        """Status and body of a success. Raises OSError, HTTPException: no answer; AnswerError."""
         try:
             with self._opener.open(request, timeout=timeout_s) as answer:
                 raw = answer.read(MAX_ANSWER_BYTES + 1)

@@ -1,8 +1,7 @@
 """Ends the processes of a local Ray instance and removes its files, however the instance ended.
 
-``python leftovers.py FOLDER`` does so when its standard input ends. That of :class:`Cleaner` ends
-with the process that has started it, also where that was killed.
-"""
+``python leftovers.py FOLDER`` does so when its standard input ends: that of ``Cleaner`` ends
+with the process that started it, also where that was killed."""
 
 from __future__ import annotations
 
@@ -53,10 +52,8 @@ def _clean(folder: Path) -> None:
 
 
 def end_processes(folder: Path) -> None:
-    """Kill every process of the instance whose files are in ``folder``, and wait for their end.
-
-    Looks again until there is none: a process that is found may have started another meanwhile.
-    """
+    """Kill every process of the instance with files in ``folder``, repeatedly until there is
+    none: one that is found may have started another meanwhile."""
     deadline = time.monotonic() + _END_S
     while (found := list(_processes(folder))) and time.monotonic() < deadline:
         for process in found:
@@ -65,12 +62,8 @@ def end_processes(folder: Path) -> None:
 
 
 def _processes(folder: Path) -> Iterator[psutil.Process]:
-    """Descendants of this process with the folder on their command line, and every process that
-    writes a file there, but not this process and its parent.
-
-    A process whose parent has ended is not a descendant, so the first rule alone would miss it.
-    A program that only reads a log file of the instance is no part of it.
-    """
+    """Descendants with the folder on their command line, and every process that writes a file
+    there (one whose parent has ended is no descendant), but not this process and its parent."""
     me = psutil.Process()
     family = set(me.children(recursive=True))
     spared = (me.pid, me.ppid())

@@ -163,11 +163,7 @@ def curl_line(config: SluiceConfig) -> str:
 
 
 class StopSignals(threading.Event):
-    """Set by the first SIGINT or SIGTERM.
-
-    Attributes:
-        again: whether there was a second one.
-    """
+    """Set by the first SIGINT or SIGTERM; ``again``: whether there was a second one."""
 
     again = False
 
@@ -205,16 +201,10 @@ def own_sigterm() -> Iterator[None]:
 def running(
     config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Serve ``config`` on a Ray instance of our own until the block ends.
-
-    ``report`` gets a line of progress now and then while engines start.
-
-    Raises:
-        StartError: the port is taken, a key file or certificate cannot be used, GPUs or labelled
-            nodes are missing, or a part failed to start.
-        StoppedError: ``stop`` was set before the application was ready.
-        RayEndedError: Ray has ended by itself, which sets ``stop``.
-    """
+    """Serve ``config`` on a Ray instance of our own until the block ends. Raises StartError: a
+    port, key file, certificate, GPU or node is missing or unusable, or a part failed;
+    StoppedError: ``stop`` was set before it was ready; RayEndedError: Ray has ended, which sets
+    ``stop``."""
     check(config)
     check_models(config)
     local_dir = make_private_dir()
@@ -371,9 +361,8 @@ def _check_labels(config: SluiceConfig) -> None:
 
 
 def check_models(config: SluiceConfig) -> None:
-    """Refuse missing models, and what vLLM refuses of an engine's configuration: without this check
-    every replica would fail three times first. It may ask the hub and vLLM, in some seconds. Raises
-    StartError: what is missing or refused."""
+    """Refuse missing models, and what vLLM refuses of an engine's configuration, where every
+    replica would first fail three times. Takes seconds. Raises StartError."""
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -419,8 +408,7 @@ def deploy(
     first: bool = False,
 ) -> None:
     """Serve ``config`` on the Ray and Serve that this process has joined. ``first``: nothing was
-    served there before, and no actor that ends meanwhile is waited for, although it is replaced.
-    Raises StartError, StoppedError: as :func:`running`."""
+    served there before, so no old actor is waited for. Raises StartError, StoppedError."""
     from ray.serve.api import RunTarget, run_many
 
     from sluice.deploy.app import build
@@ -481,9 +469,8 @@ def _dead_actor() -> str | None:
 
 
 def _check_configured(application: Any) -> None:
-    """Serve starts a replica again that has failed, three times for each. One that cannot run as it
-    is configured fails each time. Raises StartError: a replica has said what is wrong with its
-    configuration."""
+    """Stop early where a replica has said that its configuration is wrong: Serve would start it
+    three times. Raises StartError."""
     for name, deployment in application.deployments.items():
         _, found, reason = deployment.message.rpartition(f"{ConfigurationError.__name__}: ")
         if found:

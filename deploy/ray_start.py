@@ -1,9 +1,5 @@
-"""Starts a Ray instance from this process with the settings that Sluice runs with.
-
-Ray reads them from the environment on import, so :func:`apply` comes before the first ``import
-ray`` of a process, and this module imports Ray only where it uses it. ``eval "$(sluice env)"`` sets
-them in a shell, for ``ray start``.
-"""
+"""Starts a Ray instance from this process with the settings that Sluice runs with. Ray reads
+them on import, so ``apply`` comes before a process's first ``import ray``."""
 
 from __future__ import annotations
 
@@ -69,13 +65,9 @@ _claims: dict[int, socket.socket] = {}
 
 
 def _claim(first: int) -> bool:
-    """Keep the ports that begin at ``first`` from being chosen by another process of this machine,
-    for as long as this one runs. Returns whether the claim succeeded. Between choice and use no
-    program listens there.
-
-    The claim is a name in Linux's abstract namespace: it ends with the process in any case. Other
-    systems have no such namespace, and no process has a claim there.
-    """
+    """Keep the ports from ``first`` on from other processes of this machine while this one runs;
+    whether it succeeded. The claim is a name in Linux's abstract namespace, which ends with the
+    process; other systems have none."""
     if first not in _claims:
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -113,15 +105,9 @@ def _make_token(local_dir: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that nothing listens on now, and that no other process gets from here while this one
-    runs. The same process gets it once only, until all others that it can have were given.
-
-    It is not of the range from which the kernel takes the ports of connections: by the time that
-    its user listens, one of Ray's many connections could have it.
-
-    Raises:
-        OSError: every port of the range is in use.
-    """
+    """A port that nothing listens on, and that no other process gets from here while this one
+    runs. It is outside the kernel's range for connections, of which Ray has many. Raises
+    OSError: every port of the range is in use."""
     for port in itertools.islice(_free_ports, len(_FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -130,11 +116,8 @@ def free_port() -> int:
 
 
 def apply(local_dir: Path | None = None) -> None:
-    """Set the variables that are unset; the operator's values stay.
-
-    Args:
-        local_dir: for a local instance, an existing private directory for the sockets of vLLM.
-    """
+    """Set the variables that are unset. ``local_dir``: an existing private folder for vLLM's
+    sockets."""
     settings = dict(TUNED)
     if local_dir is not None:
         settings.update(LOCAL)
@@ -163,19 +146,9 @@ class RayTooSlowError(RuntimeError):
 
 
 def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
-    """Start a Ray instance of this process's own, never the one that the environment may name. It
-    has no dashboard, and prints nothing of its workers here. Where it fails, no process of it is
-    left.
-
-    Args:
-        temp_dir: a folder for its files, which no other instance uses.
-        tries: how often it may be too slow.
-        options: of ``ray.init``.
-
-    Raises:
-        RayTooSlowError: Ray took too long each time.
-        Exception: what else ``ray.init`` raised.
-    """
+    """Start a Ray instance of this process's own, never the one that the environment may name;
+    where it fails, no process of it is left. Raises RayTooSlowError: too slow each of ``tries``
+    times; else what ``ray.init`` raised."""
     import ray
     from ray.job_config import JobConfig
 

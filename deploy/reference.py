@@ -1,8 +1,5 @@
-"""The parts of the documents that follow from the code: every configuration field, and every
-policy's options.
-
-``python -m sluice.deploy.reference`` writes them into ``docs/``; a test says when that is due.
-"""
+"""The parts of ``docs/`` that follow from the code, configuration fields and policies' options:
+``python -m sluice.deploy.reference`` writes them."""
 
 from __future__ import annotations
 

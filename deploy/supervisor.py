@@ -1,9 +1,6 @@
-"""Runs an application in processes that it watches: the side of ``sluice serve`` that never blocks.
-
-It is no driver of Ray: it starts one (:mod:`sluice.deploy.driver`), hears from it, looks whether
-the parts still run, obeys signals within a fraction of a second at every stage, and at the end
-leaves no process and no file.
-"""
+"""Runs an application in processes that it watches: the side of ``sluice serve`` that never
+blocks. It starts Ray's driver (``deploy.driver``), obeys signals within a fraction of a second
+at every stage, and leaves no process and no file."""
 
 from __future__ import annotations
 
@@ -72,12 +69,7 @@ class _TooSlowError(RayEndedError):
 
 
 class Supervised:
-    """An application that is served by processes of its own. Not for several threads.
-
-    Args:
-        config: what to serve.
-        report: gets a line of progress now and then.
-    """
+    """An application that is served by processes of its own. Not for several threads."""
 
     def __init__(self, config: SluiceConfig, report: Callable[[str], None]) -> None:
         self._config = config
@@ -99,13 +91,8 @@ class Supervised:
         threading.Thread(target=_listen, args=heard, daemon=True).start()
 
     def start(self, stop: StopSignals) -> None:
-        """Return once the application answers. Everything is started again where Ray is too slow.
-
-        Raises:
-            StartError: it cannot be served; the message says why.
-            RayEndedError: a part has ended.
-            StoppedError: a signal has come.
-        """
+        """Return once the application answers; starts all again where Ray is too slow. Raises
+        StartError: it cannot be served; RayEndedError: a part has ended; StoppedError: a signal."""
         for left in reversed(range(_TRIES)):
             try:
                 return self._start(stop)

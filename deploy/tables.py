@@ -30,11 +30,8 @@ def print_table(table: Table, console: Console | None = None) -> None:
 
 
 def fit(table: Table, width: int) -> int:
-    """Set the columns of ``table`` so that it is at most ``width`` wide, with line breaks between
-    words only; without lines and margins if it needs to.
-
-    Returns how wide it is: more than ``width`` if its words do not fit.
-    """
+    """Break the columns of ``table`` between words to at most ``width``, without lines and
+    margins if need be. Returns its width, more than ``width`` if its words do not fit."""
     least = [_widest(column, str.split) for column in table.columns]
     if sum(least) + _overhead(table, least) > width:
         compact(table)
@@ -181,7 +178,7 @@ def class_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
 
 
 def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
-    """For each model with recent guarantees: the share kept, by class and replica, and the share of
+    """For each model with recent promises: the share kept, by class and replica, and the share of
     first tokens that came by the forecast quantiles."""
     for model, facts in fleet["models"].items():
         # A controller of an earlier version does not report it.
@@ -210,7 +207,7 @@ def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
 
 
 def _moved(found: Mapping[str, Any]) -> dict[str, int]:
-    """Counts of guaranteed requests that moved from their replica to another one."""
+    """Counts of promised requests that moved from their replica to another one."""
     return {"promised": found["moved"], "kept": found["moved_kept"]}
 
 

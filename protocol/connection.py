@@ -18,17 +18,12 @@ from typing import Final, cast
 # changes it.
 
 WINDOW_S = 30.0
-"""Messages of this window and of the one before it are judged together, seconds. Hosts' clocks
-drift apart by a few milliseconds meanwhile; a clock that stopped, as of a virtual machine that was
-moved, is corrected for within three windows."""
+"""Messages of this window and the one before are judged together, seconds. Clocks drift by
+milliseconds meanwhile; one that stopped (a moved VM) is corrected within three windows."""
 
 
 class ClockOffset:
-    """Learns the offset that converts a sender's times to the own clock.
-
-    Args:
-        window_s: see :data:`WINDOW_S`.
-    """
+    """Learns the offset that converts a sender's times to the own clock."""
 
     __slots__ = ("_before_s", "_least_s", "_since_s", "_window_s")
 
@@ -153,14 +148,7 @@ class Frames(asyncio.Protocol):
 
 
 class Listener:
-    """Listens for :class:`Guest` connections, on one event loop.
-
-    Args:
-        most: connections that may have shown the token at a time.
-
-    Attributes:
-        token: the secret that authenticates clients.
-    """
+    """Listens for ``Guest`` connections on one event loop, at most ``most`` trusted ones."""
 
     def __init__(self, most: int) -> None:
         self.token = secrets.token_hex(32)
@@ -175,11 +163,8 @@ class Listener:
         raise NotImplementedError
 
     async def port(self, host: str) -> int:
-        """The port where it listens; it starts to listen at the first call.
-
-        Raises:
-            OSError: ``host`` is no address of this node.
-        """
+        """The port; it listens from the first call on. Raises OSError: ``host`` is no address of
+        this node."""
         async with self._starting:
             if self._server is None:
                 loop = asyncio.get_running_loop()
@@ -260,11 +245,8 @@ class Caller(Frames):
         """Whether the server accepted the token, once that is known."""
 
     async def reach(self, host: str, port: int) -> None:
-        """Connect, and return when the server has accepted the token.
-
-        Raises:
-            OSError: it has not, or cannot be reached.
-        """
+        """Connect, until the server has accepted the token. Raises OSError: not accepted or
+        reached."""
         await asyncio.get_running_loop().create_connection(lambda: self, host, port)
         # It may have ended in the loop's turn in which the answer came.
         if not await self.greeted or self.closed:

@@ -37,13 +37,8 @@ def error_document(
     param: str | None = None,
     retry_after_ms: float | None = None,
 ) -> dict[str, Any]:
-    """The body of an error with this HTTP status.
-
-    Args:
-        endpoint: decides whose shape it has; ``None``: OpenAI's.
-        code: why, for programs. Anthropic's API has none, and here it has the same.
-        param: the field or header at fault; OpenAI's errors name it.
-    """
+    """The body of an error in the shape of ``endpoint``'s API; ``None``: OpenAI's. ``code``:
+    why, for programs, added to Anthropic's too; ``param``: the field or header at fault."""
     predicted = {} if retry_after_ms is None else {"retry_after_ms": retry_after_ms}
     if endpoint in ANTHROPIC:
         other = "api_error" if status >= 500 else "invalid_request_error"
@@ -70,12 +65,7 @@ def error_event(endpoint: Endpoint, document: dict[str, Any]) -> bytes:
 
 
 class RequestError(ValueError):
-    """A request that an engine refuses.
-
-    Args:
-        param: the field at fault, if one is.
-        code: why, for programs; by default the one of ``status``.
-    """
+    """A request that an engine refuses. ``code``: by default the one of ``status``."""
 
     def __init__(
         self, message: str, param: str | None, status: int = 400, code: str | None = None

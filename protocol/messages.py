@@ -1,9 +1,7 @@
 """Messages between the controller and its clients (routers and replicas).
 
-All of them are plain data. Times are ages, or times of the sender's monotonic clock together with
-the sender's ``now_s``, so clocks of different hosts are never compared. The types of the fields
-have the bounds; :mod:`sluice.controller.transport.checks` decodes messages by them.
-"""
+Times are ages, or times of the sender's monotonic clock with the sender's ``now_s``, so clocks
+of different hosts are never compared. The types have the bounds by which ``checks`` decodes."""
 
 from __future__ import annotations
 
@@ -60,12 +58,9 @@ MAX_USES = 1_024
 class RouteReply(NamedTuple):
     """Decisions in the order of the queries. ``epoch`` changes when the controller restarts.
 
-    ``closed`` are the replicas that an operator has closed to new requests: routers must not send
-    them requests by other means either. ``None`` while the controller cannot know yet, as just
-    after its restart. ``quarantined`` are the replicas that have failed or hang: routers should not
-    send them requests while there are other replicas. ``slack_s``: of a fleet with several cells,
-    this cell's :meth:`~sluice.scheduling.fleet.fleet.Fleet.slack_s`.
-    """
+    Routers must not send requests to ``closed`` (by an operator) replicas by other means either;
+    ``None``: not known yet, as just after a restart. They should avoid ``quarantined`` ones
+    while there are others. ``slack_s``: with several cells, this cell's ``Fleet.slack_s``."""
 
     epoch: int
     decisions: tuple[RouteDecision, ...]
@@ -75,18 +70,14 @@ class RouteReply(NamedTuple):
 
 
 class ReplicaHello(NamedTuple):
-    """Registration of a replica: its static properties and its full state.
+    """Registration of a replica: its static properties and its full state; shared fields as in
+    ``ReplicaDelta``.
 
-    ``seq`` numbers the replica's reports; the next delta carries ``seq + 1``.
-    ``capacity`` is the most live requests that its table holds. ``draining`` as in a delta: a
-    restarted controller must not send requests to a replica that is shutting down. ``held_slots``
-    and ``held`` are as in a delta, for all chunks that it holds. ``closed`` is as in the last
-    :class:`ReportReply`: the replica carries the operator's setting to a restarted controller.
-    ``role``: the phases of requests that it serves. ``preempts``: its engine suspends a running
-    prefill for a more urgent one. ``hung`` as in a delta. ``elastic``: it follows another role
-    while it runs. ``local_order``: in which its policy takes prefills
-    (:mod:`sluice.scheduling.fleet.local_orders`).
-    """
+    The next delta carries ``seq + 1``. ``capacity``: live requests that its table holds.
+    ``closed`` carries the operator's setting to a restarted controller. ``role``: the phases
+    that it serves; ``elastic``: it follows another one while it runs. ``preempts``: its engine
+    suspends a running prefill for a more urgent one. ``local_order``: in which its policy takes
+    prefills."""
 
     replica_id: Id
     node_id: Text
@@ -116,13 +107,10 @@ class ReplicaHello(NamedTuple):
 class ReplicaDelta(NamedTuple):
     """What changed in a replica since report ``seq - 1``.
 
-    ``slots``/``rows`` hold the changed slots of its table (a row with phase 0 is a freed slot);
-    ``finished`` the keys of requests that ended since, whose reservations are released.
-    ``held_slots``/``held`` are the changed slots of its table of held chunks
-    (:data:`sluice.scheduling.fleet.prefix.HELD`; hash 0 is a freed slot). ``epoch`` is the
-    controller's as the replica knows it. ``hung``: its own watchdog reports that its engine makes
-    no progress.
-    """
+    ``slots``/``rows`` are the changed slots of its table (phase 0 is a freed slot),
+    ``held_slots``/``held`` those of its held chunks (hash 0 is a freed slot); ``finished`` the
+    keys of ended requests, whose reservations are released. ``epoch`` is the controller's as the
+    replica knows it. ``hung``: its watchdog reports that its engine makes no progress."""
 
     replica_id: Id
     epoch: Key
@@ -139,10 +127,8 @@ class ReplicaDelta(NamedTuple):
 
 
 class ReportReply(NamedTuple):
-    """Answer to a report. ``resync`` asks for a :class:`ReplicaHello`: the epoch is unknown, the
-    replica is not registered, or a report was lost. ``closed``: an operator has closed the replica
-    to new requests. ``role``: the role to follow from now on; ``None`` for a replica that is not
-    ``elastic``."""
+    """Answer to a report. ``resync``: send a ``ReplicaHello`` (unknown epoch or replica, or a
+    lost report). ``closed``: by an operator. ``role``: to follow from now on, if ``elastic``."""
 
     epoch: int
     resync: bool
@@ -162,14 +148,8 @@ class MetricSample(NamedTuple):
 
 
 class MetricsPush(NamedTuple):
-    """Every sample of one process, cumulative: a lost push loses nothing.
-
-    Attributes:
-        source: name of the process.
-        incarnation: number of this start of the process, greater with every start: the Unix time of
-            the start in nanoseconds.
-        number: number of this push within the incarnation, from 1 on, greater with every push.
-    """
+    """Every sample of one process, cumulative: a lost push loses nothing. ``incarnation``: Unix
+    nanoseconds of the process's start; ``number`` of the push in it, from 1."""
 
     source: str
     incarnation: int
@@ -178,10 +158,9 @@ class MetricsPush(NamedTuple):
 
 
 class SyncReply(NamedTuple):
-    """Answer to a router's sync. It carries the closed and quarantined replicas, so that routers
-    without requests learn of them too; see :class:`RouteReply`. ``late``: keys of the requests of
-    the sync's :class:`FirstTokenWait` that are predicted to miss their TTFT where they are.
-    ``leaving``: replicas that are drained or about to stop: running streams may move from them."""
+    """Answer to a router's sync, for ``closed`` and ``quarantined`` see ``RouteReply``.
+    ``late``: keys of waits predicted to miss their TTFT where they are. ``leaving``: replicas
+    that are drained or about to stop: running streams may move from them."""
 
     closed: tuple[str, ...] | None
     quarantined: tuple[str, ...]
@@ -195,29 +174,16 @@ MAX_ENDINGS = 256
 
 
 class RequestEnding(NamedTuple):
-    """How a request ended, as its router saw it.
+    """How a request ended, as its router saw it; ``request_id`` and ``tenant`` as in its
+    ``RouteQuery``.
 
-    Attributes:
-        request_id: as in its :class:`RouteQuery`.
-        outcome: ``ok``, ``client_error``, ``refused``, ``failed`` or ``cancelled``.
-        missed: the stated objectives that a response with the outcome ``ok`` missed.
-        tokens: output tokens of its first choice.
-        ttft_s: from its arrival to its first token; ``None`` without a token.
-        tpot_s: time per token after the first, by the anchor of its objective
-            (:class:`~sluice.scheduling.request.objective.TPOTAnchor`), or ``None``.
-        e2e_s: from its arrival to its end.
-        error: code of the error that its client got; empty for none.
-        service_class: class it was served as; empty if unknown.
-        tenant: its tenant, as in its :class:`RouteQuery`.
-        most_tokens: token limit of this choice; 0 if unknown.
-        replica_id: the replica that answered; for a stream that resumed on another replica, the
-            first one. Empty for none.
-        kept: whether its guarantee was kept, as the metrics count it; ``None`` if it had no
-            guarantee, the outcome cannot be judged, or no answer began.
-        judged_s: for a request with stages, TTFT, TPOT and end-to-end time of its worst stages, see
-            :meth:`sluice.scheduling.request.objective.StageClock.judged_s`; ``None``: the times
-            above apply.
-    """
+    ``outcome`` is ``ok``, ``client_error``, ``refused``, ``failed`` or ``cancelled``; ``missed``
+    the stated objectives that an ``ok`` response missed; ``tokens`` the output of the first
+    choice. ``ttft_s`` and ``e2e_s`` count from its arrival; ``tpot_s`` is per token after the
+    first, by the objective's ``TPOTAnchor``. ``most_tokens`` is the limit of this choice, 0 if
+    unknown. ``replica_id`` is the first one of a resumed stream. ``kept`` is ``None`` without a
+    promise, an answer or an outcome that can be judged. ``judged_s`` replaces the times for a
+    request with stages (``StageClock.judged_s``)."""
 
     request_id: Id
     outcome: Id
@@ -236,15 +202,8 @@ class RequestEnding(NamedTuple):
 
 
 class LateNotice(NamedTuple):
-    """A router's notice that a guaranteed response in progress misses an objective.
-
-    Attributes:
-        request_id: as in its :class:`RouteQuery`.
-        ttft_s: from its arrival to its first token, if that was late.
-        tpot_s: time per token until now, by the anchor of its objective, if that is late.
-
-    For a request with stages both are those of its worst stage.
-    """
+    """A promised response in progress misses an objective. ``ttft_s``, ``tpot_s`` (until now, by
+    its anchor) if late, both of the worst stage for a request with stages."""
 
     request_id: Id
     ttft_s: Age | None
@@ -256,14 +215,7 @@ MAX_WAITS = 256
 
 
 class FirstTokenWait(NamedTuple):
-    """A guaranteed request that waits for its first token, as its router sees it.
-
-    Attributes:
-        key: key of its attempt, as in its :class:`RouteQuery`.
-        replica_id: where it was placed.
-        ttft_s: its stated TTFT objective.
-        waited_s: its age.
-    """
+    """A promised request that waits for its first token; ``ttft_s`` is its objective."""
 
     key: Key
     replica_id: Id
@@ -279,16 +231,9 @@ class TroubleNotice(NamedTuple):
 
 
 class QuotaUse(NamedTuple):
-    """One router's use of one bucket.
-
-    Attributes:
-        account: names the bucket.
-        used: amount that the router has added since the last message that was answered; negative if
-            more was refunded.
-        level: fill level of the bucket as the router knows it, ``used`` included. It is used if the
-            controller does not know the bucket, as after its restart.
-        per_s: amount that drains from it each second.
-    """
+    """One router's use of one bucket, named by ``account``. ``used``: added since the last
+    answered message, negative if more was refunded; ``level``: the router's fill level with
+    ``used``, for a controller that does not know the bucket; ``per_s``: drained each second."""
 
     account: Id
     used: Number
@@ -320,11 +265,7 @@ def fits(delta: ReplicaDelta) -> bool:
 
 
 def of_extension(code: int, data: memoryview) -> Any:
-    """The array or the record of an extension.
-
-    Raises:
-        ValueError: there is no such type, or the bytes are not a number of its items.
-    """
+    """The array or the record of an extension. Raises ValueError: no such type, or a wrong size."""
     if code == _RECORD:
         (record,) = np.frombuffer(data, SUMMARY)
         return record
@@ -354,11 +295,7 @@ _decode_report: Final = msgspec.msgpack.Decoder(ReplicaDelta, ext_hook=of_extens
 
 
 def decode_report(data: bytes | msgspec.Raw) -> ReplicaDelta:
-    """The report in the bytes.
-
-    Raises:
-        ValueError: it is malformed, or a field is out of range.
-    """
+    """The report in the bytes. Raises ValueError: malformed, or a field is out of range."""
     try:
         return _decode_report(data)
     except msgspec.ValidationError as error:
@@ -371,11 +308,7 @@ _decode_query: Final = msgspec.msgpack.Decoder(RouteQuery).decode
 
 
 def decode_query(data: bytes | msgspec.Raw) -> RouteQuery:
-    """The query in the bytes.
-
-    Raises:
-        ValueError: it is malformed, or a field is out of range.
-    """
+    """The query in the bytes. Raises ValueError: malformed, or a field is out of range."""
     query = _decode_query(data)
     if query.prefill_key and query.prefill_key == query.key:
         raise ValueError("prefill_key must differ from key")
@@ -394,12 +327,7 @@ _Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of both questions.
-
-    Attributes:
-        sent_s: when it was sent, by the client's monotonic clock.
-        left_s: how long the client waits for the answer.
-    """
+    """Fields of both questions; ``sent_s`` is by the client's monotonic clock."""
 
     number: Key
     sent_s: _Seconds
@@ -407,8 +335,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Route(Question, frozen=True, array_like=True, tag=1):
-    """Asks for decisions. Each query is decoded by
-    itself: a malformed one spoils no other."""
+    """Asks for decisions. Each query is decoded by itself: a malformed one spoils no other."""
 
     queries: Annotated[list[msgspec.Raw], Meta(max_length=MAX_QUERIES)]
 

@@ -19,11 +19,8 @@ _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class RequestBody(dict[str, Any]):
-    """A JSON object that is pickled as its original bytes and the changes to them.
-
-    Pickling a list of a million token ids takes several times as long as copying its bytes. Treat
-    it as read-only: :meth:`with_fields` makes a changed one.
-    """
+    """A read-only JSON object, pickled as its original bytes and the changes to them: pickling a
+    list of a million token ids takes several times as long as copying its bytes."""
 
     __slots__ = ("_changed", "_raw", "_removed")
 
@@ -35,13 +32,9 @@ class RequestBody(dict[str, Any]):
 
     @classmethod
     def parse(cls, raw: bytes) -> RequestBody:
-        """The object in ``raw``. ``O(len(raw))``; the parser keeps Python's global lock.
-
-        Raises:
-            msgspec.DecodeError: ``raw`` is no JSON object, or a number is not finite.
-            UnicodeDecodeError: it is not UTF-8.
-            RecursionError: it is nested too deeply for the parser.
-        """
+        """The object in ``raw``. ``O(len(raw))`` under Python's global lock. Raises
+        msgspec.DecodeError: no JSON object, or a number not finite; UnicodeDecodeError;
+        RecursionError: nested too deeply."""
         return cls(_DECODER.decode(raw), raw)
 
     @classmethod
@@ -69,11 +62,7 @@ class RequestBody(dict[str, Any]):
     def of_parts(
         cls, raw: bytes, changed: Mapping[str, Any], removed: frozenset[str]
     ) -> RequestBody:
-        """The body with these :attr:`parts`.
-
-        Raises:
-            msgspec.DecodeError, UnicodeDecodeError, RecursionError: as :meth:`parse`.
-        """
+        """The body with these ``parts``. Raises what ``parse`` raises."""
         sent = cls.parse(raw)
         fields = {name: value for name, value in sent.items() if name not in removed}
         return sent.with_fields({**fields, **changed})
@@ -130,14 +119,8 @@ def request_key(request_id: str) -> int:
 
 
 class KVHandle(NamedTuple):
-    """The KV of a prompt that one replica has computed, for transfer to another one.
-
-    Attributes:
-        replica_id: the replica that has it.
-        params: how to fetch it, plain data that only the engines interpret; in vLLM its
-            ``kv_transfer_params``.
-        prompt_tokens: tokens of the prompt.
-    """
+    """The KV of a prompt that one replica has computed, for transfer to another one. ``params``:
+    plain data that only the engines interpret; in vLLM its ``kv_transfer_params``."""
 
     replica_id: str
     params: Mapping[str, Any]
@@ -145,15 +128,10 @@ class KVHandle(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """The part of a streamed response that its client has received, so that another replica can
-    resume it.
-
-    Attributes:
-        token_ids: the output tokens of the first choice, in order.
-        chunks: how many of them each received chunk carried, in order; 0 for a chunk without
-            tokens. The engine repeats these chunks, and the caller drops them.
-        response_id: the request's id in these chunks.
-    """
+    """The part of a stream that its client has, so that another replica can resume it.
+    ``token_ids``: output of the first choice; ``chunks``: tokens in each received chunk, 0 for
+    none. The engine repeats these chunks, and the caller drops them; ``response_id`` is the id
+    in them."""
 
     token_ids: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -162,41 +140,22 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One API call for an engine.
+    """One API call for an engine. Raises ValueError: ``waited_s`` is negative or not finite.
 
-    Attributes:
-        request_id: unique in the fleet.
-        endpoint: which OpenAI endpoint ``body`` is for.
-        body: the OpenAI request body, SLO fields removed.
-        slo: its SLO.
-        waited_s: seconds between its arrival at the edge and its sending; the engine adds them to
-            the request's age, so hosts need no common clock.
-        best_effort: it has no SLO guarantee, and runs on the capacity that guaranteed requests
-            leave.
-        prefix: the prefix of its prompt, by which the replica later reports what it has cached of
-            it.
-        trace: its W3C trace context, by header; empty: it is not traced.
-        prefill_only: the engine computes only its prompt, and keeps its KV for another replica: the
-            response is a head and a tail with a :class:`KVHandle`, or a refusal.
-        kv_of_request: with ``prefill_only``: id of a request of this engine that has most of the
-            KV. The engine stops it first, without a tail.
-        kv_handle: where the KV of its prompt is. If that cannot be fetched, the engine recomputes
-            the prompt.
-        resume: the part of the response that its client has already; ``None``: none.
-        resumable: the chunks say which tokens they carry, so that another replica can resume the
-            stream.
-        confirm: the first item is a :class:`ResponseTaken`, which names the replica.
-        direct_patience_s: the replica sends the stream directly to the client, and gives up on a
-            client that reads nothing for this long, seconds; ``None``: the caller gets the stream.
-        tenant: hash of its tenant, 63 bits; best-effort requests of several tenants take turns.
-            weight: of the tenant's share, > 0.
-        promised: its SLO was guaranteed: if it will be late, it gets the time that other requests
-            can spare.
-        rank: of the replica's engine, with data parallelism; ``None``: the replica chooses.
+    ``body`` is without SLO fields. ``waited_s`` is from the arrival at the edge to the sending,
+    so hosts need no common clock. A ``best_effort`` request runs on what promised ones leave; if
+    ``promised`` and late, it gets the time that others can spare. ``prefix`` is what the replica
+    later reports as cached. ``trace`` has its W3C headers; empty: not traced.
 
-    Raises:
-        ValueError: ``waited_s`` is negative or not finite.
-    """
+    With ``prefill_only`` the response is a head and a tail with a ``KVHandle``, or a refusal;
+    the engine first stops its request ``kv_of_request``, which has most of the KV, without a
+    tail. The prompt is recomputed if ``kv_handle`` cannot be fetched. ``resume`` is what the
+    client has already; ``resumable`` chunks say which tokens they carry. With ``confirm`` the
+    first item is a ``ResponseTaken``. ``direct_patience_s``: the replica sends the stream to the
+    client, and gives up when nothing is read for so many seconds; ``None``: the caller gets it.
+
+    ``tenant`` is a 63-bit hash; best-effort tenants take turns by ``weight`` (> 0). ``rank`` is
+    of the engine with data parallelism; ``None``: the replica chooses."""
 
     request_id: str
     endpoint: Endpoint
@@ -233,17 +192,14 @@ class EngineRequest:
 
 
 class ResponseTaken(NamedTuple):
-    """Comes before the head of a response if the sender may not know which replica has the
-    request."""
+    """Precedes the head where the sender may not know which replica has the request."""
 
     replica_id: str
 
 
 class ResponseHead(NamedTuple):
-    """First item of a response. ``media_type`` is without parameters: :data:`EVENT_STREAM` for a
-    streamed response, ``text/plain`` for a transcription that is asked for as text,
-    ``application/json`` for any other. ``fetch`` is where the client's side
-    fetches a stream that the replica sends directly, ``HOST:PORT TICKET``."""
+    """First item of a response. ``media_type``: without parameters, ``EVENT_STREAM`` for a
+    stream. ``fetch``: where the client's side gets a direct stream, ``HOST:PORT TICKET``."""
 
     status: int
     media_type: str
@@ -252,10 +208,10 @@ class ResponseHead(NamedTuple):
 
 
 class ResponseChunk(NamedTuple):
-    """Bytes of the body, and the output tokens (of the first choice) that they carry: their number,
-    and in a resumable stream their ids. The reasoning ended with the ``reasoned``-th of them; 0: it
-    did not end, or its end is not tracked. Of a request of stages ``offset_s`` is when they left
-    the engine, in seconds after the request reached the replica; 0: that is not tracked."""
+    """Bytes of the body, and the first choice's output tokens in them: their number, and ids if
+    resumable. The reasoning ended with the ``reasoned``-th; 0: it did not, or is not tracked.
+    ``offset_s``: with stages, when they left the engine, seconds after the request came; 0:
+    untracked."""
 
     data: bytes
     tokens: int = 0
@@ -265,9 +221,9 @@ class ResponseChunk(NamedTuple):
 
 
 class ResponseSent(NamedTuple):
-    """Chunks that the replica has sent directly to the client since its last report: the output
-    tokens of each, and when it was sent, in seconds after the request reached the replica.
-    The reasoning ended with the ``reasoned``-th of all these tokens; 0: it did not end."""
+    """Chunks sent directly to the client since the last report: tokens of each, and when,
+    seconds after the request came. Reasoning ended with the ``reasoned``-th of all; 0: it did
+    not."""
 
     tokens: tuple[int, ...]
     offsets_s: tuple[float, ...]
@@ -275,16 +231,13 @@ class ResponseSent(NamedTuple):
 
 
 class ResponseTail(NamedTuple):
-    """Last item of a response that was not cut short.
+    """Last item of a response that was not cut short. Times are in seconds after the request
+    reached the replica.
 
-    ``token_offsets_s`` is filled for plain (not streamed) responses only: for each output token of
-    the first choice, when it left the engine, in seconds after the request reached the replica.
-    ``queued_s`` is the time from there to its first batch, if the engine reports it.
-    ``kv_handle`` is the answer to a request for its prompt only. ``cached_tokens`` of the prompt
-    were in the engine's prefix cache. ``reasoned`` is filled for plain responses only: the
-    reasoning ended with this output token of the first choice, counted from 1; 0: it did not end,
-    or its end is not tracked.
-    """
+    ``token_offsets_s`` (of each token of the first choice) and ``reasoned`` (the token that
+    ended the reasoning, from 1; 0: none, or untracked) are for plain responses only.
+    ``queued_s``: until its first batch, if reported. ``kv_handle`` answers ``prefill_only``.
+    ``cached_tokens``: of the prompt, in the engine's prefix cache."""
 
     prompt_tokens: int
     output_tokens: int
@@ -299,13 +252,8 @@ ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseSent | Res
 
 
 class Progress(NamedTuple):
-    """A replica's answer to the question whether it makes progress.
-
-    Attributes:
-        replica_id: the replica that answers.
-        hung: its engine makes no step although requests wait for one.
-        unknown: ids in the question of requests that it does not serve.
-    """
+    """Whether a replica makes progress. ``hung``: its engine makes no step although requests
+    wait; ``unknown``: ids in the question that it does not serve."""
 
     replica_id: str
     hung: bool

@@ -1,13 +1,8 @@
-"""The messages between a router and a replica on their connection.
+"""The messages between a router and a replica on their connection: MessagePack frames.
 
-Both sides send frames (:mod:`sluice.protocol.connection`) of MessagePack, decoded into
-these types only. The router begins with the token (:mod:`sluice.protocol.connection`);
-then it sends one :data:`Asked` per frame, and gets frames that are lists of :class:`Delivery`. An
-empty frame announces that the replica is about to leave: its open requests continue, new requests
-go to other replicas.
-
-A response may be ahead of its reader by :data:`WINDOW_BYTES`; the router reports what was read.
-"""
+After the token the router sends one ``Asked`` per frame, and gets lists of ``Delivery``. An
+empty frame announces that the replica is about to leave: only its open requests continue. A
+response may be ahead of its reader by ``WINDOW_BYTES``; the router reports what was read."""
 
 from __future__ import annotations
 
@@ -85,11 +80,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
         return cls(stream, replace(request, body={}), *body.parts)
 
     def asked(self) -> EngineRequest:
-        """The request.
-
-        Raises:
-            msgspec.DecodeError, UnicodeDecodeError, RecursionError: its body is no JSON object.
-        """
+        """The request. Raises what ``RequestBody.parse`` raises."""
         body = RequestBody.of_parts(self.raw, self.changed, self.removed)
         return replace(self.request, body=body)
 

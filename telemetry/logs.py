@@ -131,14 +131,9 @@ class of_request:  # noqa: N801 - it is used like a function
 
 
 def configure_logs(config: LogsConfig, process: str) -> None:
-    """Log what this process does as ``config`` says. Calling it again replaces what was set up.
-
-    Args:
-        process: names the process in each line, and its file.
-
-    Raises:
-        OSError: the folder cannot be made, or the file in it not be opened.
-    """
+    """Log what this process does as ``config`` says, in place of an earlier set-up. ``process``
+    names it in each line, and its file. Raises OSError: the folder or file cannot be made or
+    opened."""
     # Not `sys.stderr`: Serve puts a buffer of a thousand lines of its own log in its place.
     handler: logging.Handler = logging.StreamHandler(sys.__stderr__)
     if config.directory is not None:
@@ -163,15 +158,9 @@ def configure_logs(config: LogsConfig, process: str) -> None:
 
 
 class RepeatLimit(logging.Filter):
-    """Lets one place in the code warn :data:`REPEATS` times in a period of
-    :data:`REPEAT_PERIOD_S`; the first line of the next one says how many were left out.
-
-    Lines below a warning, and those with fields of a request, always pass. ``O(1)``, and bounded in
-    memory.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """Lets one place in the code warn ``REPEATS`` times in ``REPEAT_PERIOD_S``; the next
+    period's first line says how many were left out. Lines below a warning, and those with fields
+    of a request, always pass. ``O(1)``, and bounded in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -242,9 +231,8 @@ class JsonLines(_Lines):
 
 
 class TextLines(_Lines):
-    """Time, level, process, logger, request, message and fields on one line; a traceback follows
-    on indented lines. Fields are ``name=value``, where a value that would not be one word is a
-    JSON string."""
+    """Time, level, process, logger, request, message and ``name=value`` fields on one line (JSON
+    strings for values that are not one word); a traceback on indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of ``record``."""

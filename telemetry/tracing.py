@@ -1,10 +1,7 @@
 """Spans of requests, with OpenTelemetry's own SDK, exported over OTLP.
 
-Off, nothing here is called and OpenTelemetry is not imported. On, a request that is not sampled has
-no span: the code on its way asks ``span is not None``, and no more.
-
-Times are given on this process's monotonic clock; a span carries Unix time, as OpenTelemetry wants.
-"""
+Off, OpenTelemetry is not imported; a request that is not sampled has no span. Times are given on
+this process's monotonic clock; a span carries Unix time."""
 
 from __future__ import annotations
 
@@ -50,10 +47,8 @@ class Kind(enum.Enum):
 
 
 class Span:
-    """A span that is being recorded. End it in any case.
-
-    It never holds a prompt, an output or a key: callers must not set them as attributes.
-    """
+    """A span that is being recorded; end it in any case. Callers must not set a prompt, an
+    output or a key as an attribute."""
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
@@ -98,20 +93,9 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one process. Use :func:`make_tracer`.
-
-    Not OpenTelemetry's global provider: that one is the engine's, which traces itself.
-
-    Args:
-        config: what is sampled, and where spans go.
-        process: name of this process, such as ``router-abc``; what stands before the first dash
-            is its kind.
-        exporter: where spans go at once, in place of ``config.endpoint`` in the background.
-        clock: monotonic seconds. unix_clock_ns: Unix nanoseconds.
-
-    Raises:
-        ValueError: OpenTelemetry is not installed.
-    """
+    """Makes the spans of one process; use ``make_tracer``. Not OpenTelemetry's global provider,
+    which is the engine's. The kind of ``process`` is what stands before its first dash;
+    ``exporter`` gets spans at once. Raises ValueError: OpenTelemetry is not installed."""
 
     def __init__(
         self,
@@ -159,11 +143,8 @@ class Tracer:
 
     def begin(self, name: str, headers: Mapping[str, str], start_s: float) -> Span | None:
         """The first span of a client's request, or ``None`` where it is not sampled.
-
-        Args:
-            headers: of the request, names in lower case. What is no trace context is ignored.
-            start_s: when the request came, monotonic.
-        """
+        ``headers``: names in lower case; what is no trace context is ignored. ``start_s``:
+        monotonic."""
         return self._start(name, self._context(headers if self._trust_client else {}), start_s)
 
     def join(self, name: str, context: Mapping[str, str], start_s: float) -> Span | None:

@@ -24,16 +24,12 @@ Found = TypeVar("Found", Figures, Detail, LatestDecisions, Load)
 
 
 class Cells:
-    """Asks all cells at once, and adds up what they answer. Each method raises ``NoAnswerError`` if
-    one cell does not answer: without it a sum would be wrong.
+    """Asks all cells at once, and adds up what they answer. Each method raises NoAnswerError if
+    one does not answer: the sum would be wrong.
 
-    A restarted cell counts from 0. Its earlier counts stay in the sums, so that these do not fall:
-    Prometheus would count all of the other cells' totals again. Times of a cell are converted to
-    the clock of the first one by when both answered.
-
-    Args:
-        cells: at least two.
-    """
+    The counts of a cell before its restart stay in the sums: Prometheus would count all of the
+    other cells' totals again if these fell. Times of a cell are converted to the first one's
+    clock."""
 
     def __init__(self, cells: Sequence[DecidingActor]) -> None:
         self._cells = cells
@@ -192,12 +188,8 @@ class DecidingActor(Protocol):
 
 
 class ControllerHandle:
-    """Calls the deciding actor; each method raises :class:`NoAnswerError` if it does not answer.
-    Routers and replicas start that actor; this does not.
-
-    Args:
-        name, namespace: of the actor.
-    """
+    """Calls the deciding actor, which it never starts. Each method raises NoAnswerError if it
+    does not answer."""
 
     def __init__(self, name: str, namespace: str) -> None:
         self._name = name

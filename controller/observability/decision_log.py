@@ -1,9 +1,7 @@
-"""The latest decisions and their reasons: "why did my request go there?"
+"""The latest decisions and their reasons.
 
-To keep decisions fast, the deciding actor keeps only their inputs
-(:mod:`sluice.controller.observability.recent_decisions`); the explanation is written here when the
-log is read.
-"""
+To keep decisions fast, the deciding actor keeps only their inputs (``recent_decisions``); the
+explanation is written here when the log is read."""
 
 from __future__ import annotations
 
@@ -48,11 +46,7 @@ _OVER_SHARE = "Its client has used its share of guaranteed capacity, and others 
 
 
 class DecisionLog:
-    """Explains decisions.
-
-    Args:
-        routing: the policy that chose.
-    """
+    """Explains decisions of the policy ``routing``."""
 
     def __init__(self, routing: RoutingPolicy) -> None:
         self._routing = routing
@@ -60,12 +54,8 @@ class DecisionLog:
     def explained(
         self, records: Sequence[DecisionRecord], now_s: float
     ) -> Iterator[dict[str, Any]]:
-        """Decisions as of ``now_s``, in the same order, the latest first, as plain JSON data.
-        Producing each takes about 50 us.
-
-        Args:
-            now_s: seconds on the deciding actor's clock.
-        """
+        """Decisions as of ``now_s`` (deciding actor's clock), the latest first, as plain JSON
+        data. About 50 us each."""
         latest: dict[str, int] = {}
         for record in records:
             latest.setdefault(record.query.request_id, record.query.key)
@@ -250,8 +240,8 @@ def _ended(entry: DecisionRecord, tried_again: bool) -> dict[str, Any]:
 
 
 def _not_guaranteed(entry: DecisionRecord) -> str | None:
-    """Machine-readable reason why the request was not guaranteed; ``None`` if it was. Of several
-    constraints, the one that binds at the replica that could give a guarantee soonest."""
+    """Machine-readable reason why the request was not promised; ``None`` if it was. Of several
+    constraints, the one that binds at the replica that could give a promise soonest."""
     query, decision, weighed = entry.query, entry.decision, entry.weighed
     if decision.tier is Tier.GUARANTEED:
         return None
@@ -270,7 +260,7 @@ def _not_guaranteed(entry: DecisionRecord) -> str | None:
 
 
 def _constraints(weighed: DecisionInputs | None) -> dict[str, int]:
-    """Number of replicas at which each constraint prevented a guarantee."""
+    """Number of replicas at which each constraint prevented a promise."""
     if weighed is None or weighed.promises is None:
         return {}
     promises = weighed.promises
@@ -315,7 +305,7 @@ def _able(weighed: DecisionInputs | None) -> int | None:
 
 
 def _count(promises: Promises | None) -> int | None:
-    """Number of replicas that can give a guarantee; ``None`` if none was requested."""
+    """Number of replicas that can give a promise; ``None`` if none was requested."""
     return None if promises is None else int(promises.holds.sum())
 
 

@@ -1,9 +1,7 @@
 """The routers' request counts of the last minutes, in total and by service class.
 
-Routers push cumulative totals. A ring keeps one snapshot of them every few seconds, so the counts
-of a recent time span are a difference of two snapshots. Prometheus keeps longer histories; this one
-needs no other service.
-"""
+Routers push cumulative totals; a ring keeps a snapshot every few seconds, and a time span is the
+difference of two."""
 
 from __future__ import annotations
 
@@ -71,9 +69,8 @@ class TotalsSource(Protocol):
 
 
 class _Entry(NamedTuple):
-    """The totals at a time. ``point`` and ``attainment`` cover the time since the previous entry,
-    over all classes and by class. They are computed once, because the controller's decisions wait
-    for every reader."""
+    """The totals at a time. ``point`` and ``attainment`` cover the time since the previous
+    entry; computed once, because the controller's decisions wait for every reader."""
 
     at_s: float
     totals: dict[str, Counts]
@@ -82,14 +79,8 @@ class _Entry(NamedTuple):
 
 
 class History:
-    """The routers' counts of the last minutes.
-
-    Counts from before a process's first push are excluded. Otherwise a restarted controller would
-    attribute all earlier counts of its routers to the last minutes.
-
-    Args:
-        period_s, window_s: see the module.
-    """
+    """The routers' counts of the last minutes, without counts from before a process's first
+    push: a restarted controller would attribute those to the last minutes."""
 
     def __init__(self, period_s: float = PERIOD_S, window_s: float = WINDOW_S) -> None:
         self._period_s = period_s

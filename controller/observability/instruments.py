@@ -83,11 +83,7 @@ _LOAD_GAUGES: dict[str, tuple[str, str]] = {
 
 
 def families(figures: Figures, policy: str) -> Iterator[Metric]:
-    """The controller's metrics. ``O(replicas)``.
-
-    Args:
-        policy: name of the routing policy, a label of the decisions.
-    """
+    """The controller's metrics; ``policy`` labels the decisions. ``O(replicas)``."""
     yield from _counted(figures, policy)
     found = Counts(zip(figures.conditions, figures.roles, strict=True))
     states = GaugeMetricFamily(

@@ -1,9 +1,7 @@
 """How a process collects its metrics and pushes them to the observer.
 
-Each process keeps its own ``prometheus_client`` registry and pushes all of it, cumulative, about
-once a second; a lost push loses nothing. :mod:`sluice.controller.observability.metrics_hub` adds
-the pushes up, so a scrape of any router shows the whole application.
-"""
+Each process pushes its whole registry, cumulative, about once a second, so a lost push loses
+nothing. ``metrics_hub`` adds the pushes up: a scrape of any router shows the whole application."""
 
 from __future__ import annotations
 
@@ -36,11 +34,8 @@ MAX_PUSH_SAMPLES = 20_000
 
 
 def families_of(registry: CollectorRegistry) -> list[Metric]:
-    """A registry's families, with the samples that belong on the application's page.
-
-    Creation times, kinds that cannot be summed (info, state sets), and gauges that are not finite
-    are omitted. ``O(samples)``.
-    """
+    """A registry's families without creation times, kinds that cannot be summed (info, state
+    sets), and gauges that are not finite. ``O(samples)``."""
     families = []
     for found in registry.collect():
         allowed = SUFFIXES.get(found.type, ())
@@ -77,26 +72,13 @@ class PushTarget(Protocol):
     """Where a process pushes its metrics: a controller's client, which passes them on."""
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver; ``False`` where the observer did not answer.
-
-        Raises:
-            ValueError: the observer refused the push.
-        """
+        """Deliver; ``False`` where the observer did not answer. Raises ValueError: refused."""
 
 
 class MetricsPusher:
-    """Pushes a registry to the observer periodically, for as long as it runs.
-
-    If the observer does not answer, only the update is delayed: the next push holds everything.
-    A push that timed out may still arrive after a newer one; the observer drops it by its number.
-
-    Args:
-        target: the controller's client.
-        registry: what to push.
-        source: name of this process, unique in the application.
-        period_s: seconds between two pushes.
-        labels: added to every sample.
-    """
+    """Pushes a registry to the observer every ``period_s`` seconds. A push that timed out may
+    still arrive after a newer one; the observer drops it by its number. ``source`` is unique in
+    the application; ``labels`` are added to every sample."""
 
     def __init__(
         self,

@@ -55,36 +55,21 @@ class _Source:
 
 
 class MetricsHub:
-    """The sum over all processes, kept up to date push by push.
+    """The sum over all processes, kept up to date push by push; ``O(samples)`` a push,
+    ``O(distinct series)`` a scrape.
 
-    - A counter or histogram is the sum of the last values of every incarnation of every process,
-      by name and labels. A process that starts again is a new incarnation. Pushes of an
-      incarnation are numbered: one that is not newer than the last is dropped. Pushes may
-      therefore be lost, repeated and reordered. Within an incarnation no value falls.
-    - Gauges with the same name and labels are summed too (requests in flight, over the routers); a
-      gauge that belongs to one replica carries a ``replica`` label. The gauges of a source that is
-      silent for ``gauge_ttl_s`` are dropped; of a source's incarnations only the newest has gauges.
-    - The histograms of one family must have the same buckets in every process.
-    - A sample that is malformed or over a limit is skipped, logged once by its name, and counted
-      in ``skipped``. The other samples of its push are applied; a counter keeps its value.
+    Counters and histograms sum the last values of every incarnation (start) of every process.
+    Pushes of an incarnation are numbered and older ones dropped, so they may be lost, repeated
+    and reordered. Gauges are summed too; only a source's newest incarnation has some, dropped
+    after ``gauge_ttl_s`` of silence. A histogram needs the same buckets in every process. A
+    malformed sample is skipped, logged once and counted in ``skipped``.
 
-    The values of silent sources are kept in case they push again, up to ``MAX_SILENT_SAMPLES``.
-    The longest silent ones are forgotten first; their counts stay in the sums. The hub then
-    remembers only when the latest of the forgotten ones started. An unknown incarnation that
+    Values of silent sources are kept up to ``MAX_SILENT_SAMPLES``; of those forgotten first, the
+    counts stay in the sums and only the latest start is kept. An unknown incarnation that
     started no later may be one of them, so only its increments after its first push are added:
-    memory is bounded, and nothing is counted twice, unless a push is in transit for
-    ``source_ttl_s``.
-
-    After a restart of the controller, running sources restore their counts; the counts of sources
-    that had ended are lost. A scraper sees that as a counter reset.
-
-    A push costs ``O(its samples)``, a scrape ``O(distinct series)``.
-
-    Args:
-        gauge_ttl_s: silence after which a source's gauges are dropped, seconds.
-        source_ttl_s: silence after which a source no longer takes one of ``MAX_SOURCES``, seconds.
-        reserved: names of families that no process may push: the page has them from another source.
-    """
+    nothing is counted twice, unless a push is in transit for ``source_ttl_s``, after which a
+    silent source frees its place in ``MAX_SOURCES``. After a restart the counts of ended sources
+    are lost, a counter reset to a scraper. No process may push the families in ``reserved``."""
 
     def __init__(
         self,
@@ -115,16 +100,9 @@ class MetricsHub:
         self._next_expiry_s = -inf
 
     def push(self, push: MetricsPush, now_s: float) -> Values:
-        """Replace an incarnation's previous push; an older or repeated push is dropped.
-        ``now_s``: the hub's monotonic clock.
-
-        Returns:
-            What was added to the sums as a whole, as the incarnation was new; otherwise nothing.
-
-        Raises:
-            ValueError: the source is malformed or one too many, or the samples are no tuple. None
-                of the push is applied.
-        """
+        """Replace an incarnation's previous push; an older or repeated one is dropped. Returns
+        what was added as a whole because the incarnation was new. Raises ValueError, with
+        nothing applied: the source is malformed or one too many, or the samples are no tuple."""
         if now_s >= self._next_expiry_s or len(self._sources) >= MAX_SOURCES:
             self.expire(now_s)
         key = _checked_key(push)

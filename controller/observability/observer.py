@@ -1,10 +1,7 @@
 """The second actor: it merges the processes' metrics and explains the deciding actor's state.
 
-It reads the
-deciding actor's numbers and records when it is asked for a page. The deciding actor never calls
-it, so requests are placed in the same way without it. Its own state is what processes have pushed:
-about a second after a restart it has all of that again.
-"""
+The deciding actor never calls it, so requests are placed in the same way without it. About a
+second after a restart it has all pushed state again."""
 
 from __future__ import annotations
 
@@ -42,13 +39,7 @@ SETTLING_S = 5.0
 
 
 class Observer:
-    """Metrics, history, decision log and the operator's view of one application.
-
-    Args:
-        deciding: the deciding actor.
-        config: its configuration.
-        clock: monotonic seconds.
-    """
+    """Metrics, history, decision log and the operator's view of one application."""
 
     def __init__(
         self,
@@ -79,11 +70,7 @@ class Observer:
         return fingerprint_of(self._config)
 
     async def push_metrics(self, push: MetricsPush) -> None:
-        """Take a process's metrics.
-
-        Raises:
-            ValueError: the push is refused whole; see :meth:`MetricsHub.push`.
-        """
+        """Take a process's metrics. Raises ValueError: refused whole, as ``MetricsHub.push``."""
         now_s = self._hear()
         try:
             added = self._hub.push(push, now_s)
@@ -94,9 +81,8 @@ class Observer:
         self._history.note(self._hub, now_s)
 
     async def render_metrics(self) -> bytes:
-        """Every process's metrics, the controller's too, in Prometheus' text format. If the
-        controller does not answer, its own are the last ones, for at most :data:`KEPT_S`.
-        ``O(series)``."""
+        """All metrics in Prometheus' text format, ``O(series)``. If the controller does not
+        answer, its own are the last ones, for at most ``KEPT_S``."""
         now_s = self._hear()
         try:
             self._own = list(families(await self._deciding.figures(), self._config.policy))
@@ -115,12 +101,8 @@ class Observer:
         return await asyncio.to_thread(text_of, [*own, *pushed, *status])
 
     async def load(self, role: Role | None = None) -> Load | None:
-        """The load on all replicas together, or on the replicas of ``role``; autoscaling reads it.
-        ``None`` if the controller does not answer. ``O(series of metrics by class)``.
-
-        Raises:
-            ValueError: no such role.
-        """
+        """The load on all replicas, or those of ``role``; ``None`` if the controller does not
+        answer. ``O(series of metrics by class)``. Raises ValueError: no such role."""
         if role is not None:
             checked("role", role, Role)
         self._hear()
@@ -146,12 +128,8 @@ class Observer:
         }
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
-        """The last decisions, the latest first; see :class:`DecisionLog`. ``None`` if the
-        controller does not answer.
-
-        Raises:
-            ValueError: ``limit`` is no number from 1 to ``DECISIONS``.
-        """
+        """The last decisions, the latest first; ``None`` if the controller does not answer.
+        Raises ValueError: ``limit`` is no number from 1 to ``DECISIONS``."""
         if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
             raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {short(limit)}")
         self._hear()

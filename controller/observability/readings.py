@@ -1,8 +1,5 @@
-"""Reads the deciding actor's state for the observer.
-
-Decisions wait for this, so nothing is formatted here, and what takes longer than a decision is read
-in parts.
-"""
+"""Reads the deciding actor's state for the observer. Decisions wait for this, so nothing is
+formatted here, and what takes longer than a decision is read in parts."""
 
 from __future__ import annotations
 
@@ -34,28 +31,17 @@ from sluice.scheduling.roles import ROLES, Role
 
 
 class Figures(NamedTuple):
-    """The numbers of the deciding actor's metrics. The replicas' ones have an item per replica, in
-    the order of ``replicas``.
+    """The numbers of the deciding actor's metrics; lists by replica are in the order of
+    ``replicas``.
 
-    Attributes:
-        now_s: when they were read.
-        counts: of its operations.
-        reservations: decisions that no replica has confirmed yet.
-        margins: largest safety margin of guarantees by objective, as a share of the objective.
-        retried: refused requests that retried when advised to: guaranteed then, and refused again.
-        loads: the load on each role.
-        opened, believed, disbelieved: breakers opened, and notices of routers counted and ignored,
-            by reason.
-        quarantined: the replicas in quarantine.
-        replicas, roles, conditions: id, role and condition of each replica.
-        ages_s: time since the last report of each.
-        pab_tokens: prefill admission budget of each, in prompt tokens; negative in overload. Not
-            finite for a model in which tokens cost nothing.
-        figures: ``float64[replicas, FIGURES]``, see :mod:`sluice.scheduling.fleet.rows`.
-        epoch: number of this start of the actor.
-        cold_starts: of a model that may have no replica: starts of its first one that have ended.
-        startup_s: predicted time of such a start; ``None`` for a model that always has replicas.
-    """
+    ``reservations`` are decisions that no replica has confirmed yet; ``margins`` the largest
+    safety margin by objective, as a share of it; ``retried`` the refused requests that retried
+    when advised to: promised then, and refused again. ``opened``, ``believed`` and
+    ``disbelieved`` are breakers opened, and router notices counted and ignored, by reason.
+    ``pab_tokens`` (prefill admission budget, prompt tokens) is negative in overload and not
+    finite where tokens cost nothing. ``figures`` is ``float64[replicas, FIGURES]``.
+    ``startup_s`` is the predicted time of a first replica's start; ``None`` for a model that
+    always has replicas."""
 
     now_s: float
     counts: Counts
@@ -87,16 +73,8 @@ class Reliable(NamedTuple):
 
 
 class ReplicaDetail(NamedTuple):
-    """A replica beyond its :class:`Figures`.
-
-    Attributes:
-        node_id, model, policy: as it registered.
-        reports: number of its last report.
-        drain: what drains it, see :func:`sluice.controller.state.drains.drain_of`.
-        summary: its engine's, the bytes of one :data:`sluice.scheduling.fleet.state.SUMMARY`.
-        queue: live requests by class, whether they are best effort, and phase.
-        reliability: of its TTFT forecasts.
-    """
+    """A replica beyond its ``Figures``. ``summary``: bytes of one ``SUMMARY``; ``queue``: live
+    requests by class, whether best effort, and phase; ``reliability``: of its TTFT forecasts."""
 
     node_id: str
     model: str
@@ -109,17 +87,9 @@ class ReplicaDetail(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """The deciding actor's state for an operator.
-
-    Attributes:
-        figures: see :class:`Figures`.
-        epoch: number of this start of the actor. up_s: time since its start.
-        expired: reservations that no replica has confirmed in time, since the start.
-        took_s: duration of the latest decisions.
-        promises: the latest guarantees that ended, the oldest first.
-        reliability: of all TTFT forecasts.
-        replicas: by id. A replica that registered or left while they were read may be missing.
-    """
+    """The deciding actor's state for an operator. ``expired``: reservations not confirmed in
+    time, since the start; ``promises``: the latest ended ones, the oldest first. A replica that
+    came or left while ``replicas`` was read may be missing."""
 
     figures: Figures
     epoch: int
@@ -136,11 +106,7 @@ AT_ONCE: Final = 8
 
 
 class Readings:
-    """Reads numbers and records; changes nothing.
-
-    Args:
-        counters, mirror, fleet, placer, quarantine, calibration, promises, classes: the state.
-    """
+    """Reads numbers and records; changes nothing."""
 
     def __init__(
         self,

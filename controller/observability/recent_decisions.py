@@ -35,17 +35,9 @@ _REPORTS = ("hello", "applied", "resync", "refused")
 
 
 class Counts(NamedTuple):
-    """Counts since the start.
-
-    Attributes:
-        decisions: by outcome.
-        reports: messages of replicas by what became of them.
-        buckets: decisions by duration, one count for each of :data:`DECISION_BUCKETS_S` and one for
-            longer ones; not cumulative.
-        seconds: duration of all decisions together.
-        pairs: requests that were placed on a P/D pair.
-        role_changes: replicas that changed their role, by the new one.
-    """
+    """Counts since the start. ``buckets``: decisions by duration, one for each of
+    ``DECISION_BUCKETS_S`` and one for longer ones, not cumulative; ``seconds``: duration of all
+    decisions together; ``pairs``: requests placed on a P/D pair."""
 
     decisions: Mapping[str, int]
     reports: Mapping[str, int]
@@ -116,11 +108,7 @@ LIMIT = 1_024
 
 
 class Endings:
-    """The latest endings by request id. ``O(1)`` each, amortised.
-
-    Args:
-        limit: most endings.
-    """
+    """The latest endings by request id, at most ``limit``. ``O(1)`` each, amortised."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -148,16 +136,9 @@ DECISIONS: Final = 256
 
 
 class DecisionRecord(NamedTuple):
-    """One decision.
-
-    Attributes:
-        query, decision: the question and its answer.
-        decided_s: time of the decision, seconds on the deciding actor's clock. took_s: its
-            duration.
-        asked: number of queries of this request, this one included: a waiting request asks again.
-        weighed: the inputs of the decision; ``None`` if no replica could be chosen.
-        ending: how the request ended; ``None`` if no router has reported that.
-    """
+    """One decision. ``decided_s`` is on the deciding actor's clock; ``asked`` counts the queries
+    of this request, as a waiting one asks again; ``weighed`` is ``None`` if no replica could be
+    chosen, ``ending`` if no router has reported one."""
 
     query: RouteQuery
     decision: RouteDecision
@@ -181,14 +162,8 @@ _Fields = tuple[RouteQuery, RouteDecision, float, float, int, DecisionInputs | N
 
 
 class RecentDecisions:
-    """The last decisions, one per request: a request that asks again replaces its last decision.
-
-    Adding a decision is ``O(1)``, amortised. Entries keep references to arrays with one number per
-    replica, so memory is proportional to ``limit`` times the number of replicas.
-
-    Args:
-        limit: most decisions.
-    """
+    """The last decision of each of the latest ``limit`` requests. Adding is ``O(1)``, amortised.
+    Entries keep arrays with one number per replica: memory is ``O(limit * replicas)``."""
 
     def __init__(self, limit: int = DECISIONS) -> None:
         self._limit = limit
@@ -246,11 +221,7 @@ MAX_CLASSIFIED = 100_000
 
 
 class RequestClasses:
-    """Remembers classes from the decision to the request's end. ``O(1)`` each, amortised.
-
-    Args:
-        limit: most requests.
-    """
+    """Remembers classes of ``limit`` requests from decision to end. ``O(1)`` each, amortised."""
 
     def __init__(self, limit: int = MAX_CLASSIFIED) -> None:
         self._limit = limit

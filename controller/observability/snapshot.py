@@ -1,7 +1,4 @@
-"""The deciding actor's state for an operator, as plain JSON data.
-
-Durations are milliseconds, as everywhere on the wire.
-"""
+"""The deciding actor's state for an operator, as plain JSON data. Durations are milliseconds."""
 
 from __future__ import annotations
 
@@ -33,15 +30,8 @@ def promise_summary(
     replicas: Mapping[str, Reliable],
     now_s: float,
 ) -> dict[str, Any]:
-    """A summary of the latest guarantees. ``O(guarantees + replicas)``.
-
-    Args:
-        level: target share of guarantees that are kept.
-        margins: safety margin of each objective, as a share of it.
-        ended: the guarantees, the oldest first.
-        overall, replicas: reliability of the TTFT forecasts, of all and by replica.
-        now_s: the time on the clock of ``ended``.
-    """
+    """A summary of the latest promises, ``O(promises + replicas)``. ``level`` is the target
+    share that is kept, ``margins`` the safety margin of each objective as a share of it."""
     classes = Counter((each.service_class, each.kept) for each in ended)
     placed = Counter((each.replica_id, each.kept) for each in ended)
     return {

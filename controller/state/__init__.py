@@ -1,1 +1,1 @@
-"""The deciding actor's state: replicas, breakers, drains, rate limits, guarantees in progress."""
+"""The deciding actor's state: replicas, breakers, drains, rate limits, promises in progress."""

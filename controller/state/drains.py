@@ -1,13 +1,8 @@
 """The operators' drain settings: which replicas are drained, and which were reopened.
 
-While a controller runs, its own settings are authoritative. Replicas carry them over a restart:
-each remembers its last setting and sends it in its hello. The replica's memory counts only if this
-controller has no setting for it: a replica that was reopened while it was unreachable stays open,
-whatever it remembers.
-
-A replica hears a setting in the answer to its next report. Until then a restart of the controller
-would lose the setting, so :meth:`Drains.remembered` says whether that time has passed.
-"""
+A replica remembers its last setting and sends it in its hello, which counts only if this
+controller has none for it: a replica that was reopened while unreachable stays open. The replica
+gets a setting with the answer to its next report; ``Drains.remembered`` says whether it has."""
 
 from __future__ import annotations
 
@@ -40,13 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Roles:
-    """The roles by replica, and when they change.
-
-    Args:
-        mirror, fleet: of the replicas; they get the roles.
-        demand: counts the load.
-        changed: called with the new role at each change.
-    """
+    """The roles by replica, and when they change; ``changed`` gets the new role at each change."""
 
     def __init__(
         self,
@@ -103,9 +92,8 @@ REPLICA = "replica"
 """What drains a replica: an operator's request, or the replica's own shutdown."""
 
 KEPT_S = 3600.0
-"""How long the setting of a silent replica is kept after the mirror forgot the replica, seconds.
-Most of these replicas are dead and never return; for one that returns later, its own memory
-counts."""
+"""Seconds that a silent replica's setting outlives its place in the mirror. Most never return;
+for one that returns later, its own memory counts."""
 
 MOST_SILENT = 1024
 """Most silent replicas whose setting is kept; of more, the one silent for longest is forgotten.
@@ -116,12 +104,7 @@ _HEARD: Final = 2
 
 
 class Drains:
-    """The drain settings by replica. All methods are ``O(1)``, amortised.
-
-    Args:
-        fleet: drained replicas are closed there.
-        kept_s, most_silent: see the module.
-    """
+    """The drain settings by replica; drained ones are closed in ``fleet``. ``O(1)``, amortised."""
 
     def __init__(
         self, fleet: Fleet, kept_s: float = KEPT_S, most_silent: int = MOST_SILENT

@@ -1,12 +1,9 @@
 """The controller's copy of every replica's queue, kept up to date by their reports.
 
-Times are seconds on the controller's monotonic clock, passed in, except the times inside rows and
-summaries, which are on the replica's own; a message's ``now_s`` converts between the two.
-
-Ordering rules: a hello replaces all state of a replica; a delta is applied only if it carries this
-controller's epoch and the number after the last report's. In any other case (a delta was lost,
-repeated or late) nothing changes and the replica is asked for a new hello.
-"""
+Times are seconds on the controller's monotonic clock, except inside rows and summaries, which
+are on the replica's; a message's ``now_s`` converts. A delta is applied only if it carries this
+controller's epoch and the number after the last report's; otherwise the replica is asked for a
+new hello, which replaces all its state."""
 
 from __future__ import annotations
 
@@ -80,12 +77,9 @@ class MirroredReplica:
     def apply(
         self, message: ReplicaHello | ReplicaDelta, now_s: float
     ) -> tuple[list[int], list[list[int]]]:
-        """Write the rows of a checked message into the table.
-
-        Returns:
-            The keys of its live rows; and for each request that ended with this message, the key
-            and the prompt plus output tokens as last reported.
-        """
+        """Write the rows of a checked message into the table. Returns the keys of its live rows;
+        and for each request that ended, its key and the prompt plus output tokens as last
+        reported."""
         used_slots, live, ended = checks.write(self.table, message.slots, message.rows)
         self.used_slots = max(self.used_slots, used_slots)
         # A copy, because the record of a message may be a view of a larger array. A record's own
@@ -144,24 +138,14 @@ def _transfers(summary: np.void) -> Transfers:
 
 
 class Mirror:
-    """All replicas that have registered and reported lately; it keeps a fleet up to date.
+    """All replicas that have registered and reported lately; it keeps ``fleet`` up to date.
 
-    A draining replica is excluded from decisions at once. A replica that a router saw leave
-    (:meth:`mark_gone`) is excluded for ``forget_after_s`` even if it reports: Serve never restarts
-    a replica under the same name, and a replica that was marked by mistake is included again
-    afterwards. A replica that is silent for ``forget_after_s`` is dropped.
-
-    A report costs what :meth:`Fleet.report <sluice.scheduling.fleet.fleet.Fleet.report>` costs,
-    with the slots in use for requests; everything else is ``O(replicas)``.
-
-    Args:
-        epoch: number of this start of the controller; deltas must carry it.
-        fleet: the state from which decisions are made.
-        forget_after_s: seconds, as above.
-        limit: most replicas.
-        ended: called with each request that ended at a replica, and its prompt plus output tokens
-            as last reported.
-    """
+    A draining replica is excluded from decisions. One that a router saw leave (``mark_gone``) is
+    excluded for ``forget_after_s`` seconds even if it reports: Serve never restarts a replica
+    under the same name, and one marked by mistake returns afterwards. A replica silent for that
+    long is dropped. A report costs what ``Fleet.report`` costs with the slots in use; everything
+    else is ``O(replicas)``. ``ended`` gets each request that ended, and its prompt plus output
+    tokens."""
 
     def __init__(
         self,
@@ -181,12 +165,8 @@ class Mirror:
         """By id, in order of first registration. Read only."""
 
     def hello(self, hello: ReplicaHello, now_s: float) -> None:
-        """Register a replica, or replace its state.
-
-        Raises:
-            ValueError: the message is malformed, or ``limit`` replicas are known. The mirror is
-                unchanged.
-        """
+        """Register a replica, or replace its state. Raises ValueError, with nothing changed: the
+        message is malformed, or ``limit`` replicas are known."""
         hello = checked_hello(hello)
         replica = self._replicas.get(hello.replica_id)
         if replica is None:
@@ -202,12 +182,8 @@ class Mirror:
         self._take_in(replica, hello, (), now_s)
 
     def delta(self, delta: ReplicaDelta, now_s: float) -> bool:
-        """Apply a report that was decoded by its type. ``False``: it cannot be applied, and the
-        replica must send a new hello.
-
-        Raises:
-            ValueError: an array is malformed. The mirror is unchanged.
-        """
+        """Apply a decoded report. ``False``: it cannot be applied, and the replica must send a
+        new hello. Raises ValueError, with nothing changed: an array is malformed."""
         replica = self._replicas.get(delta.replica_id)
         if replica is None or delta.epoch != self.epoch or delta.seq != replica.seq + 1:
             return False
@@ -292,12 +268,9 @@ def late_of(
     now_s: float,
     has_cells: bool = False,
 ) -> tuple[int, ...]:
-    """The keys of the requests in ``waits`` (already checked) that are predicted to miss their
-    TTFT; at most :data:`MOST_LATE`. Requests at unknown replicas are skipped, and those that could
-    move nowhere; with ``has_cells`` they may move to a replica of another cell.
-
-    ``O(requests at the replicas named)`` of at most :data:`MOST_LOOKED_AT` replicas.
-    """
+    """The keys in checked ``waits`` predicted to miss their TTFT, at most ``MOST_LATE``, without
+    those that could move nowhere; with ``has_cells`` they may move to another cell. ``O(requests
+    at the replicas named)`` of at most ``MOST_LOOKED_AT`` replicas."""
     by_replica: dict[str, dict[int, float]] = {}
     for wait in sorted(waits, key=lambda wait: wait.ttft_s - wait.waited_s):
         due_s = now_s - wait.waited_s + wait.ttft_s
@@ -311,7 +284,7 @@ def late_of(
 
 
 def _is_elsewhere(replica_id: str, fleet: Fleet, now_s: float) -> bool:
-    """Whether another replica may give guarantees."""
+    """Whether another replica may give promises."""
     rows = fleet.candidates(now_s)
     others = rows[rows != fleet.row_of[replica_id]]
     return len(others) > 0 and fleet.is_sound(int(others[0]), now_s)

@@ -1,9 +1,5 @@
-"""The guarantees in progress, and how the latest ones ended.
-
-Between a decision and its request's end this remembers the replica of each guarantee and the TTFT
-forecast. Routers judge the guarantees (:mod:`sluice.router.metrics.instruments`), so what is
-counted here agrees with the metrics. :mod:`sluice.controller.observability.snapshot` sums it up.
-"""
+"""The promises in progress, and how the latest ones ended. Routers judge them
+(``sluice.router.metrics.instruments``), so what is counted here agrees with the metrics."""
 
 from __future__ import annotations
 
@@ -16,18 +12,17 @@ from sluice.scheduling.placement.reliability import Curve, Forecast, Reliability
 from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 
 MOST_OPEN: Final = 65_536
-"""Most guarantees in progress that are remembered; of more, the oldest are forgotten."""
+"""Most promises in progress that are remembered; of more, the oldest are forgotten."""
 
 RECENT: Final = 2_000
 RECENT_S: Final = 3_600.0
-"""The latest ``RECENT`` ended guarantees are remembered, and none that ended more than ``RECENT_S``
+"""The latest ``RECENT`` ended promises are remembered, and none that ended more than ``RECENT_S``
 seconds ago. At a level of 0.99 the standard error of the share kept is 0.2 points."""
 
 
 class _Promise(NamedTuple):
-    """Attributes: ``replica_id`` answers, ``begins_at`` computes the prompt; ``waited_s``: the
-    request's age at the decision; ``moved``: it left a replica where it was predicted to be late.
-    """
+    """``replica_id`` answers, ``begins_at`` computes the prompt; ``waited_s``: age at the
+    decision; ``moved``: it left a replica where it was predicted to be late."""
 
     service_class: str
     replica_id: str
@@ -38,14 +33,8 @@ class _Promise(NamedTuple):
 
 
 class EndedPromise(NamedTuple):
-    """A guarantee whose request has ended.
-
-    Attributes:
-        at_s: when, seconds on the controller's clock.
-        replica_id: where the request was placed.
-        kept: whether the guarantee was kept.
-        moved: whether the request had left a replica where it was predicted to be late.
-    """
+    """A promise whose request has ended, at ``at_s`` on the controller's clock. ``moved``: the
+    request had left a replica where it was predicted to be late."""
 
     at_s: float
     service_class: str
@@ -55,12 +44,8 @@ class EndedPromise(NamedTuple):
 
 
 class PromiseLog:
-    """The guarantees of a fleet. A decision costs ``O(1)``, an ending as much as
-    :meth:`Reliability.observe`.
-
-    Args:
-        level: share of the guarantees that are to be kept.
-    """
+    """The promises of a fleet, of which the share ``level`` is to be kept. A decision costs
+    ``O(1)``, an ending as much as ``Reliability.observe``."""
 
     def __init__(self, level: float = 0.99) -> None:
         self._level = level
@@ -69,8 +54,8 @@ class PromiseLog:
         self._ended: deque[EndedPromise] = deque(maxlen=RECENT)
 
     def made(self, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
-        """Note a decision. Returns it, if it is guaranteed, with the forecast's median as predicted
-        TTFT and the level. A later guarantee of the same request replaces the first."""
+        """Note a decision. Returns it, if it is promised, with the forecast's median as predicted
+        TTFT and the level. A later promise of the same request replaces the first."""
         predicted_s, replica_id = decision.predicted_ttft_s, decision.replica_id
         if decision.tier is not Tier.GUARANTEED or predicted_s is None or replica_id is None:
             return decision
@@ -109,7 +94,7 @@ class PromiseLog:
             self._reliability.observe(promise.begins_at, promise.forecast, observed_s)
 
     def ended_lately(self, now_s: float) -> tuple[EndedPromise, ...]:
-        """The latest guarantees that ended, the oldest first."""
+        """The latest promises that ended, the oldest first."""
         ended = self._ended
         while ended and ended[0].at_s < now_s - RECENT_S:
             ended.popleft()

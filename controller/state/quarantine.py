@@ -1,11 +1,8 @@
 """Which replicas get no requests for a while because they fail or hang, and why.
 
-Each replica with recent trouble has a circuit breaker (:mod:`sluice.scheduling.fleet.breaker`); the
-fleet excludes replicas whose breaker is not closed. The breakers' inputs are the routers' notices,
-the replicas' own reports of a hang, and the progress of probes in those reports. All of it is lost
-with the controller: after a restart the breakers are closed, and the replicas' hellos state which
-of them hang.
-"""
+Each replica with recent trouble has a circuit breaker (``scheduling.fleet.breaker``), fed by
+routers' notices and by the replica's reports of hangs and probes. After a restart of the
+controller the breakers are closed, and the hellos state which replicas hang."""
 
 from __future__ import annotations
 
@@ -39,15 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class Quarantined(NamedTuple):
-    """Why a replica is in quarantine.
-
-    Attributes:
-        cause: the last failure seen.
-        state: ``open``: it gets no requests; ``half-open``: it is being tried.
-        since_s: start of the quarantine, on the controller's clock.
-        retry_in_s: time until it is tried; 0 while it is, ``None`` if it must first report that it
-            works again.
-    """
+    """Why a replica is in quarantine. ``state``: ``open`` or, while it is tried, ``half-open``;
+    ``since_s``: on the controller's clock; ``retry_in_s``: 0 while it is tried, ``None`` if it
+    must first report that it works again."""
 
     cause: Trouble
     state: BreakerState
@@ -56,19 +47,12 @@ class Quarantined(NamedTuple):
 
 
 class Quarantine:
-    """The breakers of a fleet's replicas.
+    """The breakers of a fleet's replicas; ``fleet`` excludes those in quarantine.
 
-    A router that has accused more than half of the replicas of a role within ``ACCUSED_S`` is
-    probably cut off from them; if it is right, no better replicas are left anyway. Its notices open
-    no more breakers in that role. So one router alone cannot quarantine a role.
-
-    A report of a replica without a breaker costs nothing. Neither does a decision, unless a breaker
-    has changed since the last one or ``LOOK_S`` have passed: ``O(breakers)``.
-
-    Args:
-        mirror: the state of the replicas.
-        fleet: excludes the replicas in quarantine.
-    """
+    A router that has accused more than half of a role's replicas within ``ACCUSED_S`` is
+    probably cut off from them, so its notices open no more breakers there: one router alone
+    cannot quarantine a role. A decision costs ``O(breakers)`` if a breaker has changed or
+    ``LOOK_S`` have passed, else nothing."""
 
     def __init__(self, mirror: Mirror, fleet: Fleet) -> None:
         self._mirror = mirror

@@ -1,17 +1,10 @@
 """A plain TCP connection for decisions and reports, which costs a fraction of an actor call.
 
-A decision is on the path of every request, and every replica reports many times a second. So
-neither is sent as an actor call while this connection is open; ``sluice bench decision`` measures
-both ways. The actor listens on its node's address, on a port that the system chooses, and serves
-clients that present the token from :meth:`RouteServer.endpoint`.
-:mod:`sluice.protocol.messages` has the messages; answers come in the order of the
-questions.
-
-A message that arrives later than its sender waits for the answer, because the controller or the
-network stalled, is not handled: its sender would not use what it reserves. Right after the greeting
-a client asks for no decisions, which shows how the clocks differ
-(:mod:`sluice.protocol.connection`).
-"""
+The actor listens on a port that the system chooses, for clients that present the token of
+``RouteServer.endpoint``; without the connection, questions go as actor calls. Answers come in
+the order of the questions. A message that arrives later than its sender waits is not handled:
+its sender would not use what it reserves. A client first asks for no decisions, which shows how
+the clocks differ."""
 
 from __future__ import annotations
 
@@ -53,12 +46,9 @@ Failure = Literal["timeout", "unavailable", "error", "full"]
 
 
 class NoAnswerError(Exception):
-    """The controller gave no answer; ``reason`` says why.
-
-    ``timeout``: no answer in time. ``unavailable``: it is known to be unresponsive, nothing was
-    sent, or its process died. ``error``: it failed in the call. ``full``: the client's queue is
-    full.
-    """
+    """The controller gave no answer. ``reason``: ``timeout``; ``unavailable`` (known to be
+    unresponsive, nothing was sent, or its process died); ``error`` (it failed in the call); or
+    ``full`` (the client's queue)."""
 
     def __init__(self, reason: Failure) -> None:
         super().__init__(reason)
@@ -111,19 +101,12 @@ class _Message(NamedTuple):
 
 
 class Window:
-    """Decides on the queries of all messages that arrive within a time of the first one, or as soon
-    as there are :data:`~sluice.scheduling.placement.placer.MOST_TOGETHER` queries.
+    """Decides together on the queries of all messages, actor calls too, that arrive within
+    ``window_s`` seconds of the first, or as soon as there are ``MOST_TOGETHER``.
 
-    Each message gets one answer, and the answers of a connection come in the order of its messages.
-    No decision is made for a connection that has ended, or for a sender that no longer waits. Where
-    the decisions on several messages together fail, each message is decided by itself. Actor calls
-    (:meth:`route`) wait as messages do: a fresh router's first questions are such.
-
-    Args:
-        route: decides on queries, in order; ``None``: a malformed one.
-        clock: monotonic seconds.
-        window_s: how long the first message waits, seconds; 0: none does.
-    """
+    Answers of a connection come in the order of its messages. Nothing is decided for a
+    connection that has ended, or a sender that no longer waits. If deciding together fails, each
+    message is decided by itself. ``route`` gets ``None`` for a malformed query."""
 
     def __init__(self, route: Decide, clock: Callable[[], float], window_s: float) -> None:
         self._route = route
@@ -147,12 +130,8 @@ class Window:
             self._timer = asyncio.get_running_loop().call_later(self._window_s, self.close)
 
     async def route(self, queries: list[RouteQuery | None]) -> RouteReply:
-        """The decisions on the queries of an actor call, which arrives now.
-
-        Raises:
-            ValueError: they are refused.
-            RuntimeError: decisions of a window failed, and it was logged.
-        """
+        """The decisions on the queries of an actor call. Raises ValueError: they are refused;
+        RuntimeError: decisions of a window failed, and it was logged."""
         if self._window_s <= 0.0:
             return self._route(queries)
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
@@ -233,13 +212,8 @@ class _WaitingReports(NamedTuple):
 
 
 class ReportQueue:
-    """Takes reports in, in the order in which they came. ``O(1)`` each beside the work itself.
-
-    Args:
-        take: takes one in and answers it, unless its connection has ended; with whether its sender
-            still waits for the answer.
-        clock: monotonic seconds.
-    """
+    """Takes reports in order; ``O(1)`` each beside ``take``, which also gets whether the sender
+    still waits and is not called for a connection that has ended."""
 
     def __init__(self, take: Callable[[Frames, Report, bool], None], clock: Callable[[], float]):
         self._take = take
@@ -293,9 +267,8 @@ MAX_CONNECTIONS = 8192
 """Most connections that have shown the token."""
 
 MAX_TIMEOUTS = 3
-"""Questions, each asked after the one before ran out of time, that may stay without an answer
-before the connection counts as dead. One is not enough: while a client's event loop is busy, its
-deadline passes although the answer has arrived."""
+"""Timeouts in a row after which the connection counts as dead. One is not enough: while a
+client's event loop is busy, its deadline passes although the answer has arrived."""
 
 _CONNECT_TIMEOUT_S = 2.0
 _CONNECT_PAUSE_S = 1.0
@@ -358,15 +331,8 @@ def _query(data: msgspec.Raw) -> RouteQuery | None:
 
 
 class RouteServer(Listener):
-    """The controller's side.
-
-    Args:
-        route: called on the event loop with the queries of a message; ``None``: a malformed one.
-        report: called on the event loop with the bytes of a report.
-        clock: monotonic seconds.
-        window_s: how long queries wait for others, see
-            :class:`~sluice.controller.transport.channel.Window`.
-    """
+    """The controller's side. ``route`` and ``report`` are called on the event loop, ``route``
+    with ``None`` for a malformed query; ``window_s``: see ``Window``."""
 
     def __init__(
         self,
@@ -490,13 +456,8 @@ class _Asking(Caller):
         timeout_s: float,
         queries: Sequence[RouteQuery] = (),
     ) -> Any:
-        """The controller's reply to a question of this kind, which asks ``queries`` if any.
-
-        Raises:
-            NoAnswerError: the connection broke.
-            TimeoutError: no answer came in time.
-            ValueError: the controller refused the message.
-        """
+        """The reply to a question. Raises NoAnswerError: the connection broke; TimeoutError;
+        ValueError: the controller refused the message."""
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         number = self._send_question(kind, content, timeout_s)
@@ -527,15 +488,9 @@ class _Asking(Caller):
 class RouteChannel:
     """A client's side: a connection that connects and reconnects in the background.
 
-    A controller that died is detected at once, because the connection ends; one that hangs is
-    detected after ``MAX_TIMEOUTS`` timeouts in a row, and until then each question waits until its
-    deadline.
-
-    Args:
-        find: asks the controller for its endpoint; raises :class:`NoAnswerError`.
-        on_lost: called when an open connection ends by itself.
-        on_late: called with each decision that arrived after its question's deadline.
-    """
+    A dead controller is detected at once, a hung one after ``MAX_TIMEOUTS`` timeouts in a row.
+    ``find`` asks for the endpoint or raises NoAnswerError; ``on_lost`` is called when an open
+    connection ends by itself, ``on_late`` with each decision after its deadline."""
 
     def __init__(
         self, find: Callable[[], Awaitable[Endpoint]], on_lost: Callable[[], None], on_late: OnLate
@@ -557,24 +512,15 @@ class RouteChannel:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
     async def route(self, queries: Sequence[RouteQuery], timeout_s: float) -> RouteReply:
-        """The decisions on ``queries``.
-
-        Raises:
-            NoAnswerError: the connection broke, or no answer came in time.
-            ValueError: the controller refused the queries.
-        """
+        """The decisions on ``queries``. Raises NoAnswerError: broken, or not in time;
+        ValueError: refused."""
         content = [msgspec.Raw(encode(query)) for query in queries]
         reply: RouteReply = await self._ask(Route, content, timeout_s, queries)
         return reply
 
     async def report(self, delta: ReplicaDelta, timeout_s: float) -> ReportReply:
-        """The answer to a report; it must fit
-        (:func:`sluice.protocol.messages.fits`).
-
-        Raises:
-            NoAnswerError: the connection broke, or no answer came in time.
-            ValueError: the controller refused the report.
-        """
+        """The answer to a report that ``fits``. Raises NoAnswerError: broken, or not in time;
+        ValueError: refused."""
         content = msgspec.Raw(encode(delta))
         reply: ReportReply = await self._ask(Report, content, timeout_s)
         return reply

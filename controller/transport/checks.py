@@ -1,11 +1,8 @@
-"""Validation of messages: malformed, impossible or out-of-range messages are refused.
+"""Validation of messages: a faulty or older client must not corrupt the mirror, so every message
+is checked whole before any of it is applied.
 
-A faulty or an older client must not be able to corrupt the mirror, so every message is checked
-whole before any of it is applied. The types of :mod:`sluice.protocol.messages` have the bounds of
-plain fields: what arrives over the plain connection is decoded by them, and what arrives by an
-actor call is encoded and decoded again (:func:`checked`). The content of arrays is checked here.
-All of it raises ``ValueError`` with what is wrong and what is allowed.
-"""
+The types of ``sluice.protocol.messages`` have the bounds of plain fields; the content of arrays
+is checked here. All of it raises ValueError with what is wrong and what is allowed."""
 
 from __future__ import annotations
 
@@ -50,21 +47,17 @@ from sluice.scheduling.request.kernels import Ints, compiled
 
 
 def are_sound(slots: np.ndarray, rows: np.ndarray, capacity: int) -> bool:
-    """Whether rows (one per slot, of the row type) may be written into a table of ``capacity``
-    slots. ``O(n log n)``; The checks of :mod:`sluice.controller.transport.checks`
-    report what is wrong with invalid rows."""
+    """Whether rows (one per slot) may be written into a table of ``capacity`` slots; the other
+    checks say what is wrong with them. ``O(n log n)``."""
     return not len(slots) or bool(_sound(_integers(slots), _plain(rows), capacity))
 
 
 def write(
     table: np.ndarray, slots: np.ndarray, rows: np.ndarray
 ) -> tuple[int, list[int], list[list[int]]]:
-    """Write sound rows into a table.
-
-    Returns:
-        The highest slot plus one; the keys of the live rows; and for each request that ended with
-        them, its key and its prompt plus output tokens as they were in the table.
-    """
+    """Write sound rows into a table. Returns the highest slot plus one; the keys of the live
+    rows; and for each request that ended, its key and its prompt plus output tokens from the
+    table."""
     if not len(slots):
         return 0, [], []
     used, live, ended = _write(table, _integers(slots), _plain(rows))
@@ -180,11 +173,8 @@ _SUMMARY_TRANSFERS = ("transfers", "transfer_seconds", "transfer_tokens")
 
 
 def checked(name: str, value: Any, kind: Any) -> Any:
-    """``value``, the argument ``name``, as ``kind``: a type whose annotations have the bounds.
-
-    Raises:
-        ValueError: it is something else, or out of range.
-    """
+    """``value``, the argument ``name``, as ``kind``. Raises ValueError: another type, or out of
+    range."""
     try:
         return _decoder(kind).decode(encode(value))
     except msgspec.ValidationError as error:
@@ -194,11 +184,7 @@ def checked(name: str, value: Any, kind: Any) -> Any:
 
 
 def checked_query(query: Any) -> RouteQuery:
-    """A query that came by an actor call.
-
-    Raises:
-        ValueError: it is no query, or a field is out of range.
-    """
+    """A query that came by an actor call. Raises ValueError: malformed, or out of range."""
     if not isinstance(query, RouteQuery):
         raise ValueError(f"expected a RouteQuery, got {type(query).__name__}")
     try:
@@ -208,11 +194,7 @@ def checked_query(query: Any) -> RouteQuery:
 
 
 def checked_hello(hello: Any) -> ReplicaHello:
-    """A registration. ``O(rows)``.
-
-    Raises:
-        ValueError: it is no ``ReplicaHello``, or a field is out of range.
-    """
+    """A registration. ``O(rows)``. Raises ValueError: malformed, or out of range."""
     if not isinstance(hello, ReplicaHello):
         raise ValueError(f"expected a ReplicaHello, got {type(hello).__name__}")
     found: ReplicaHello = checked("hello", hello, ReplicaHello)
@@ -222,12 +204,8 @@ def checked_hello(hello: Any) -> ReplicaHello:
 
 
 def checked_delta(delta: Any) -> ReplicaDelta:
-    """A report that came by an actor call; its arrays are not checked yet, see
-    :func:`check_changes`.
-
-    Raises:
-        ValueError: it is no ``ReplicaDelta``, or a field is out of range.
-    """
+    """A report that came by an actor call; ``check_changes`` checks its arrays. Raises
+    ValueError: malformed, or out of range."""
     if not isinstance(delta, ReplicaDelta):
         raise ValueError(f"expected a ReplicaDelta, got {type(delta).__name__}")
     found: ReplicaDelta = checked("report", delta, ReplicaDelta)
@@ -235,12 +213,8 @@ def checked_delta(delta: Any) -> ReplicaDelta:
 
 
 def check_changes(message: ReplicaHello | ReplicaDelta, capacity: int) -> None:
-    """Check the arrays of a decoded message against its sender's table of ``capacity`` slots.
-    ``O(rows)``.
-
-    Raises:
-        ValueError: slots, rows, summary or held chunks are malformed or out of range.
-    """
+    """Check a message's arrays against its sender's table of ``capacity`` slots. ``O(rows)``.
+    Raises ValueError: malformed, or out of range."""
     _check_rows(message.slots, message.rows, capacity)
     _check_summary(message.summary)
     _check_held(message.held_slots, message.held)

@@ -171,14 +171,9 @@ class LastReplicaError(Exception):
 
 
 class AdminApi:
-    """The admin API of one application.
-
-    Every method raises ``Failure`` if there is no answer, or if the key or the request is refused.
-
-    Args:
-        address: address of the application.
-        key: an admin key, if one is needed; default: the one that `sluice serve` generated there.
-    """
+    """The admin API of one application. Every method raises ``Failure`` without an answer, or if
+    the key or the request is refused. ``key``: default is the one that `sluice serve` generated
+    there."""
 
     def __init__(self, address: str, key: str | None) -> None:
         self._server = JsonServer(address, _local_key(address) if key is None else key)
@@ -188,14 +183,8 @@ class AdminApi:
         return self._ask("GET", "/fleet", _Fleet)
 
     def drain(self, replica_id: str, force: bool = False) -> dict[str, Any]:
-        """Close a replica to new requests. Returns the number of requests left there.
-
-        Args:
-            force: close it even if it is the last one of its model.
-
-        Raises:
-            LastReplicaError: it is the last one, and ``force`` is not set.
-        """
+        """Close a replica to new requests; the number of requests left there. Raises
+        LastReplicaError: it is the last one of its model, and ``force`` is not set."""
         query = "?force=true" if force else ""
         return self._ask("POST", f"{_drain_of(replica_id)}{query}", _Drained)
 

@@ -85,15 +85,8 @@ class Part(NamedTuple):
 
 
 class ApplicationState(NamedTuple):
-    """An application's state, as Serve reports it.
-
-    Attributes:
-        status: Serve's name for it, such as ``DEPLOYING`` or ``RUNNING``.
-        message: why, in one line; often empty.
-        deployed_s: when it was last deployed, Unix seconds of the cluster.
-        parts: its deployments by name.
-        addresses: its addresses, a URL for each node with a router.
-    """
+    """An application's state, as Serve reports it. ``deployed_s``: Unix seconds of the cluster;
+    ``parts``: its deployments by name; ``addresses``: a URL for each node with a router."""
 
     status: str
     message: str
@@ -110,11 +103,7 @@ class ApplicationState(NamedTuple):
 
 def ray_token() -> str | None:
     """The cluster's token from where Ray's own tools take it; ``None`` where there is none.
-
-    Raises:
-        OSError: the file that ``RAY_AUTH_TOKEN_PATH`` names cannot be read.
-        ValueError: what is there cannot be a token.
-    """
+    Raises OSError: its file cannot be read; ValueError: what is there cannot be a token."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):
@@ -134,14 +123,9 @@ def _checked(token: str, place: str) -> str:
 
 
 def application_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Serve's description of the application with the configuration ``data``.
-
-    A number of replicas is an option of their deployment, so a change of it starts or drains some
-    and touches no other. Keys go as digests: Serve shows what it was given.
-
-    Raises:
-        ValueError: ``data`` is not a valid configuration.
-    """
+    """Serve's description of the application with the configuration ``data``. A number of
+    replicas is an option of the deployment, so its change replaces none; keys go as digests,
+    since Serve shows them. Raises ValueError: ``data`` is not valid."""
     from sluice.deploy.app import deployment_name  # imports Ray
 
     config = parse_config(data)
@@ -204,17 +188,9 @@ def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def submit(server: JsonServer, application: Mapping[str, Any]) -> float:
-    """Start or update the application. Returns the time of its previous deployment, Unix seconds,
-    or 0.
-
-    Where Serve does not run yet it is started, without proxies. The cluster's target capacity stays
-    as it is.
-
-    Raises:
-        UnreachableError, AnswerError: as :meth:`JsonServer.ask`.
-        ValueError: another application would be deleted, because Serve does not say how it was
-            deployed.
-    """
+    """Start or update the application; the Unix time of its previous deployment, or 0. Serve is
+    started without proxies if need be. Raises UnreachableError, AnswerError; ValueError: another
+    application would be deleted, because Serve does not say how it was deployed."""
     serve = _serve_of(server)
     body: dict[str, Any] = {
         "proxy_location": serve.proxy_location or "Disabled",
@@ -393,20 +369,9 @@ def _wait(
     timeout_s: float,
     err: Console,
 ) -> ApplicationState:
-    """The state once it runs, with progress on ``err`` meanwhile.
-
-    Args:
-        look: queries the application's current state from Serve.
-        address: address of the dashboard, for the messages.
-        name: name of the application.
-        needs: what a replica of each deployment needs, for the messages.
-        before_s: time of its previous deployment, as :func:`submit` returns.
-        timeout_s: longest wait, seconds.
-        err: standard error.
-
-    Raises:
-        Failure: it failed to start, or did not run in time, or a query failed permanently.
-    """
+    """The state once it runs, with progress on ``err`` meanwhile. ``before_s`` is as ``submit``
+    returns. Raises Failure: it failed to start, or did not run in ``timeout_s`` seconds, or a
+    query failed permanently."""
     started_s = time.monotonic()
     last, message = "", ""
     while True:

@@ -101,14 +101,8 @@ def schema() -> None:
 
 
 class Listed(NamedTuple):
-    """A policy as users see it.
-
-    Attributes:
-        kind: ``batch``, ``admission``, ``routing`` or ``autoscaling``.
-        name: as configurations name it.
-        source: where it was published.
-        options: name -> default and description.
-    """
+    """A policy as users see it. ``source``: where it was published; ``options``: name -> default
+    and description."""
 
     kind: str
     name: str

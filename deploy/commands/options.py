@@ -29,13 +29,8 @@ class Exit(enum.IntEnum):
 
 
 class Failure(click.ClickException):
-    """Ends the command with an exit code of its own and one line on standard error.
-
-    Args:
-        exit_code: exit code of the process.
-        message: what was wrong and what to do. Line breaks become semicolons.
-        passing: the failure may be temporary, so commands that wait continue to wait.
-    """
+    """Ends the command with an exit code of its own and one line on standard error. ``passing``:
+    it may be temporary, so commands that wait continue to wait."""
 
     def __init__(self, exit_code: Exit, message: str, passing: bool = False) -> None:
         lines = (" ".join(line.split()) for line in message.splitlines())

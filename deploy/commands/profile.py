@@ -55,11 +55,9 @@ _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))
 
 @dataclass(frozen=True)
 class Measured:
-    """An engine's measured steps: ``swept`` are fitted, ``unseen`` evaluate the fit.
-
-    ``key`` names what the engine's times depend on, and ``start`` is the profile that a replica of
-    this configuration starts with today.
-    """
+    """An engine's measured steps: ``swept`` are fitted, ``unseen`` evaluate the fit. ``key``
+    names what the times depend on; ``start`` is the profile that such a replica starts with
+    today."""
 
     model: str
     policy: str
@@ -307,15 +305,8 @@ def profile(
 async def measure(
     config: EngineConfig, rounds: int, report: Callable[[str, int, int], None]
 ) -> Measured:
-    """Start the engine, sweep it, try it, and stop it.
-
-    Args:
-        report: called with the current activity, the number of loads done and their total.
-
-    Raises:
-        SweepError, EngineDeadError: the sweep could not be run to its end.
-        ValueError, OSError, RuntimeError: the engine did not start.
-    """
+    """Start the engine, sweep it, try it, and stop it. Raises SweepError, EngineDeadError: the
+    sweep did not end; ValueError, OSError, RuntimeError: the engine did not start."""
     from sluice.replica.profiling import Sweep, grid, random_loads
 
     named = config.latency_profile

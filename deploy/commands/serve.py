@@ -34,9 +34,8 @@ from sluice.router.config import AdminConfig
 
 
 def with_batches_folder(config: SluiceConfig) -> SluiceConfig:
-    """The configuration with a folder that only this user can read, and that the next run on this
-    port finds again; the unchanged configuration if a folder is configured, if no class is there
-    for batches, or if the folder cannot be made."""
+    """The configuration with a private folder that the next run on this port finds again;
+    unchanged if one is configured or cannot be made, or no class is there for batches."""
     batches = config.router.batches
     if batches.directory is not None or batches.service_class not in config.router.classes:
         return config
