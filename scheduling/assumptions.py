@@ -1,8 +1,4 @@
-"""Figures that the default scheduler works with and that predictions of its work share.
-
-The fleet predicts what ``deadline_triage`` will do at a replica: one of them with a figure of its
-own would guarantee what the other does not hold.
-"""
+"""Figures of the default scheduler that the fleet's predictions of its work must share."""
 
 UNKNOWN_OUTPUT_TOKENS = 256.0
 """Taken for the length of an output of which nothing is known."""
@@ -12,14 +8,11 @@ GROWTH_TOKENS = 4
 the pool and preempt each other; more only leaves KV unused."""
 
 TTFT_SHARE = 0.25
-"""A batch takes no longer than this share of the least TTFT that was seen lately, as a request that
-comes while it runs waits for its end."""
+"""Longest batch, as a share of the least recent TTFT: a request that comes waits for its end."""
 
 PREFILL_SHARE = 0.25
-"""The least share of a batch's time for prefill beyond its first token, where prefill waits behind
-decodes: at least about that share of its best throughput is left to it. A decode's objective can be
-held as long as the step's fixed time and the decodes due with it take less than the rest."""
+"""Least share of a batch's time for prefill beyond its first token, where prefill waits behind
+decodes: about that share of its best throughput is left to it."""
 
 LEAST_STEPS = 8
-"""But it may take as long as this many empty steps, as shorter ones would mostly be overhead, and
-as the least pace of the decodes."""
+"""But a batch may take as long as this many empty steps: shorter ones would mostly be overhead."""

@@ -18,16 +18,12 @@ class PolicyOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def for_role(self, role: Role) -> Self:
-        """The same with what a replica's ``role`` decides where the options leave it open. Default:
-        nothing."""
+        """The same with what a replica's ``role`` decides where options leave it open."""
         return self
 
 
 class Policy(Protocol):
-    """A named algorithm with options.
-
-    ``name`` is its registered name, ``source`` where it was published, ``Options`` what can be set.
-    """
+    """A named algorithm with options; ``source`` is where it was published."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -40,21 +36,9 @@ P = TypeVar("P", bound=Policy)
 
 
 class Registry(Mapping[str, type[P]]):
-    """The policies of one kind by name: those of this project, then those of installed packages.
-
-    A package offers a policy by an entry point in the group ``sluice.<kind>``, under the policy's
-    name. Entry points are read when a name is asked for that the project does not have, or when all
-    are listed, and a package is imported when its policy is asked for. So a package that is broken
-    does no harm where it is not used.
-
-    Args:
-        kind: ``batching``, ``routing``, ``admission`` or ``autoscaling``.
-        base: of which each is a subclass.
-        own: the project's.
-
-    Attributes:
-        own: the project's, by name.
-    """
+    """The policies of one kind: the project's ``own``, then those of installed packages (entry
+    points of the group ``sluice.<kind>``). A package is imported only when its policy is asked for,
+    so a broken one does no harm where it is not used."""
 
     def __init__(self, kind: str, base: type, own: Iterable[type[P]]) -> None:
         self._kind = kind
@@ -77,12 +61,8 @@ class Registry(Mapping[str, type[P]]):
         return name in self.own or name in self._offered
 
     def make(self, name: str, options: Mapping[str, Any] | None = None, role: Role = "mixed") -> P:
-        """Build the policy called ``name``, see also :meth:`PolicyOptions.for_role`.
-
-        Raises:
-            ValueError: no such policy, an option that is unknown or out of range (pydantic's
-                ``ValidationError`` is one), or an installed package's policy that cannot be used.
-        """
+        """Build the policy ``name``. Raises ValueError if it is unknown or cannot be loaded, or an
+        option is wrong (pydantic's ``ValidationError`` is one)."""
         if name not in self:
             raise ValueError(
                 f"unknown {self._kind} policy {name!r}; known: {', '.join(sorted(self))}"
@@ -92,11 +72,7 @@ class Registry(Mapping[str, type[P]]):
 
     @cached_property
     def _offered(self) -> dict[str, EntryPoint]:
-        """Of installed packages, by name.
-
-        Raises:
-            ValueError: two policies have one name.
-        """
+        """Of installed packages, by name. Raises ValueError for a name with two policies."""
         found: dict[str, EntryPoint] = {}
         for entry in entry_points(group=f"sluice.{self._kind}"):
             other = found.get(entry.name)
@@ -111,11 +87,8 @@ class Registry(Mapping[str, type[P]]):
         return found
 
     def _load(self, entry: EntryPoint) -> type[P]:
-        """The policy of an installed package.
-
-        Raises:
-            ValueError: it cannot be imported, or is no policy of this kind and name.
-        """
+        """Raises ValueError if the package's policy cannot be imported or is of another kind or
+        name."""
         offered = f"the {self._kind} policy {entry.name!r} of {_package(entry)}"
         try:
             policy: type[P] = entry.load()

@@ -1,19 +1,15 @@
-"""Which prefill runs, and which one gives way, where a running prefill can be suspended: S-EDF
-(FlowPrefill §5.2, Algorithms 1 and 2), decided when a prefill arrives or a task or chunk ends.
+"""Which prefill runs and which is suspended: S-EDF (FlowPrefill §5.2, Algorithms 1 and 2), decided
+when a prefill arrives or a task or chunk ends. Our changes, for engines with a bounded stack:
 
-Our changes, for engines whose stack of suspended prefills is bounded:
-
-- A prefill without a guarantee comes after every guaranteed one, preempts none, and is preempted
-  by each.
-- A guaranteed prefill that can no longer meet its objective preempts no other guaranteed one. By
-  Eq. 3 an overloaded engine would only pile late ones up.
-- Late prefills run together, up to a chunk: together they take less time, and none has slack to
-  lose. So at most one such task of each tier is suspended.
-- What would find the stack full runs in small chunks: it can be passed at the end of each.
-- Short prefills with an objective as tight as the head's join it beyond Algorithm 1's sum ``G``, up
-  to a chunk, while the head has slack: an arrival with that objective waits for these in any case.
-- One without a deadline joins no batch of one that has a deadline, and one without a guarantee no
-  batch of a guaranteed one. Equal deadlines do not preempt."""
+- A prefill without a promise comes after every promised one, preempts none, and is preempted by
+  each.
+- A promised prefill that can no longer meet its objective preempts no other promised one, and equal
+  deadlines do not preempt.
+- Late prefills run together, up to a chunk: none has slack to lose.
+- What would find the stack full runs in small chunks and can be passed at the end of each.
+- Short prefills with an objective as tight as the head's join it beyond Algorithm 1's sum ``G``,
+  while the head has slack: an arrival with that objective waits for these in any case.
+- One without a deadline joins no batch of one that has a deadline; so with promises."""
 
 from __future__ import annotations
 
@@ -32,19 +28,16 @@ from sluice.scheduling.request.kernels import Floats
 
 class AgedShare:
     """Gives prefills older than ``patience_s`` the share ``share`` of the time, a chunk at a time,
-    by arrival; S-EDF alone would starve late ones and those without a deadline.
-
-    Let ``W`` be the work, seconds, of a prefill and of the aged prefills before it. It is computed
-    at most ``patience_s + W / share`` after its arrival, plus one task for each of its chunks, plus
-    the time for which there is no memory."""
+    by arrival. With ``W`` seconds of work in it and the aged ones before it, a prefill is computed
+    at most ``patience_s + W / share`` after its arrival, plus a task per chunk and times without
+    memory."""
 
     def __init__(self, patience_s: float, share: float) -> None:
         self._patience_s = patience_s
         self._earned = EarnedTime(share)
 
     def has_turn(self, arrival_s: float, chunk_s: float, now_s: float) -> bool:
-        """Whether the prefill that arrived first has earned its next chunk. Call it between
-        tasks."""
+        """Whether the first prefill has earned its next chunk. Call it between tasks."""
         owed = now_s - arrival_s > self._patience_s
         self._earned.earn(now_s, owed)
         if not owed or self._earned.seconds < chunk_s:
@@ -76,18 +69,12 @@ def decode_step_due_s(
     gap_s: float,
     stop_s: float = 0.0,
 ) -> float | None:
-    """When a step of all decodes has to begin, so that each has its next token within most of a
-    TPOT after its last one, and keeps its TPOT since the first one; None without decodes.
+    """When a step of all decodes has to begin so that each keeps its TPOT; None without decodes.
+    Earlier steps make up for a late one but leave prefills ``LEAST_GAP_SHARE`` of the step's time.
+    FlowPrefill §6.5 runs both phases at once; here they take turns.
 
-    A late step is made up for by earlier ones, which leave prefills ``LEAST_GAP_SHARE`` of the
-    step's time at least. FlowPrefill §6.5 runs both phases at once on one device; here they take
-    turns.
-
-    Args:
-        first_token_s: nan for a decode that makes nothing up.
-        gap_s: time from the last token to the step for a decode without a TPOT, or with one that is
-            not longer than the step.
-        stop_s: how long it takes until the running prefill has stopped for the step."""
+    ``first_token_s`` is nan for a decode that makes nothing up; ``gap_s`` stands for a TPOT that is
+    missing or not longer than the step; ``stop_s``: time until the running prefill has stopped."""
     if not len(last_token_s):
         return None
     ahead_s = first_token_s + emitted * tpot_s - last_token_s
@@ -98,11 +85,9 @@ def decode_step_due_s(
 
 
 class DecodeTurns:
-    """What an engine knows of the stops of its prefills, and of the TPOT of its decodes.
-
-    The longer a prefill, the longer it takes to stop: the time is known as a share of the stopped
-    tasks'. A task is so short that it stops within half of the time that a step leaves of the
-    tightest TPOT. ``checks``: how many points a prefill has where it can stop; 0: none stops."""
+    """How long prefills take to stop, as a share of the stopped tasks, so that a task stops within
+    half of the time that a step leaves of the tightest TPOT. ``checks``: points per prefill where
+    it can stop; 0: none stops."""
 
     def __init__(self, checks: int) -> None:
         self._first = 1.0 / checks if checks else 0.0
@@ -118,8 +103,7 @@ class DecodeTurns:
         self._tasks_s += task_s
 
     def stop_s(self, task_s: float) -> float:
-        """The time to plan for the stop of a task of ``task_s`` predicted seconds: twice the
-        mean."""
+        """Seconds to plan for the stop of a task of ``task_s``: twice the mean."""
         share = self._took_s / self._tasks_s if self._tasks_s else self._first
         return 2.0 * share * task_s
 
@@ -133,15 +117,10 @@ class DecodeTurns:
         now_s: float,
         gap_s: float = inf,
     ) -> int:
-        """Most tokens of a task of prefills.
-
-        Args:
-            tpot_s: the TPOT of each guaranteed request that decodes, or will behind its prefill.
-            step_s: predicted time of their step, or of the fixed time of one without any.
-            computed: tokens of its prompt that are computed.
-            least: fewest tokens of a task that can be stopped.
-            gap_s: time between two steps of the decodes that may come; infinite where none decodes.
-        """
+        """Most tokens of a task of prefills. ``tpot_s``: of each promised request that decodes, now
+        or behind its prefill; ``step_s``: predicted time of their step; ``least``: fewest tokens of
+        a task that can be stopped; ``gap_s``: between two steps of decodes, infinite where none
+        decodes."""
         held = tpot_s[tpot_s > step_s]
         tightest_s = float(held.min()) if len(held) else inf
         if tightest_s <= self._tightest_s or now_s - self._seen_s > REMEMBERED_S:
@@ -159,22 +138,20 @@ DEPTH = 4
 CHUNK_TOKENS = 8192
 """Most tokens of a prefill in a task."""
 SMALL_CHUNK_TOKENS = 512
-"""The same of a task that starts while the stack is full, so that it is not suspended itself, and
-of one of an aged prefill."""
+"""The same for a task that starts while the stack is full, and for one of an aged prefill."""
 BATCH_TOKENS = 1024
-"""Prefills share a task while their sum is below this: they are suspended together, so more is not
-better. Late prefills, and shorter ones than this with one objective, share it up to a chunk."""
+"""Prefills share a task below this sum, as they are suspended together. Late ones, and shorter ones
+with one objective, share it up to a chunk."""
 LEAST_TOKENS = 256
 """Tasks of fewer tokens are not suspended: they end soon anyway."""
 DECODE_GAP_S = 0.05
-"""A fallback, seconds: while prefills run, a decode without a TPOT, or with one that no step can
-hold, has its next step after this time. Also the longest TPOT for which tasks are cut."""
+"""Seconds to the next step of a decode without a TPOT that a step can hold, while prefills run.
+Also the longest TPOT for which tasks are cut."""
 
 
 class Prefill(NamedTuple):
-    """A prefill that waits, or whose last chunk has ended: its ``tokens`` still to compute take
-    ``alone_s`` running alone; ``ttft_s`` is its objective, up to ``due_s``. Infinite without one.
-    """
+    """A prefill that waits, or whose last chunk has ended; ``alone_s``: time of its remaining
+    ``tokens`` alone. ``ttft_s`` and ``due_s`` are infinite without an objective."""
 
     request_id: str
     due_s: float
@@ -185,9 +162,8 @@ class Prefill(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """The task on top of the stack, running or suspended last. ``due_s`` is the earliest deadline
-    in it that it can still meet, or else its head's; ``left_s`` the predicted time until it ends.
-    """
+    """The task on top of the stack. ``due_s``: the earliest deadline that it can meet, else its
+    head's; ``left_s``: predicted time until it ends."""
 
     due_s: float
     left_s: float
@@ -227,8 +203,8 @@ class PreemptionConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Bounds, in tokens: most of one prefill in a task, also where the stack is full
-    (``small_chunk``), the sum below which prefills run together, and most in a task."""
+    """Tokens: most of one prefill in a task, also on a full stack, sum below which prefills run
+    together, and most in a task."""
 
     chunk: int
     small_chunk: int
@@ -237,8 +213,7 @@ class Options:
 
 
 class Batch(NamedTuple):
-    """The next task: request and tokens of each prefill, the head first, and the head's
-    deadline."""
+    """The next task: request and tokens of each prefill, head first, and the head's deadline."""
 
     members: tuple[tuple[str, int], ...]
     due_s: float
@@ -246,8 +221,8 @@ class Batch(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """Eq. 3 as a key: the guaranteed ones, then the others; of each the feasible ones by deadline,
-    then late ones, the latest deadline first."""
+    """Eq. 3 as a key: promised ones first; of each, feasible ones by deadline, then the latest
+    deadline."""
 
     best_effort: bool
     late: bool
@@ -255,8 +230,7 @@ class Rank(NamedTuple):
 
 
 def rank(due_s: float, left_s: float, best_effort: bool, now_s: float) -> Rank:
-    """The key of a prefill, or of a task. A deadline that would be met to the moment is
-    feasible."""
+    """Of a prefill or a task. A deadline met to the moment is feasible."""
     late = due_s - now_s - left_s < 0
     return Rank(best_effort, late, -due_s if late else due_s)
 
@@ -269,13 +243,9 @@ def decide(
     options: Options,
     full: bool = False,
 ) -> Batch | None:
-    """The task to start now, inside ``top`` if there is one; None to change nothing. ``O(n log
-    n)``.
-
-    Args:
-        waiting: prefills that are not in flight, in order of arrival.
-        together_s: predicted time of several prefills in one task.
-        full: the new task could not be suspended, as enough others are."""
+    """The task to start now, inside ``top`` if there is one; None to change nothing.
+    ``together_s``: predicted time of several prefills in one task; ``full``: it could not be
+    suspended. ``O(n log n)``."""
     ranked = sorted(
         waiting, key=lambda each: rank(each.due_s, each.alone_s, each.best_effort, now_s)
     )

@@ -13,8 +13,8 @@ _Value = TypeVar("_Value")
 def used(
     known: OrderedDict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int
 ) -> _Value:
-    """The value of ``key``, which is the latest now. Where there is none it is made, and of more
-    than ``most`` the one that was used longest ago goes. ``O(1)``."""
+    """The value of ``key``, made where missing; beyond ``most`` the least recently used goes.
+    ``O(1)``."""
     value = known.get(key)
     if value is None:
         value = known[key] = make()

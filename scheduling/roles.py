@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Role = Literal["mixed", "prefill", "decode"]
-"""Both phases, or one of them where the fleet disaggregates them. A replica of any role can serve a
-request whole where no other is left."""
+"""Both phases, or one. A replica of any role can serve a request whole where no other is left."""
 
 ROLES: tuple[Role, ...] = get_args(Role)
 

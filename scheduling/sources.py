@@ -12,8 +12,8 @@ _IMPORT = re.compile(r"^from (sluice[\w.]*) import (?:\(([^)]*)\)|(.*))$", re.MU
 
 
 def digest_of(name: str) -> str:
-    """A digest of the source of the module ``name`` and of what it imports at its top, from Sluice,
-    directly or through others. Its imports have run. ``O(source)`` for each module, once."""
+    """Digest of the source of a module and of all that it imports at its top from Sluice, directly
+    or not; its imports have run. ``O(source)``, once per module."""
     found: set[str] = set()
     waiting = [name]
     while waiting:

@@ -52,10 +52,8 @@ from sluice.simulation.workload import Workload
 
 
 class Scaler:
-    """Samples a role's load every ``interval_s`` and applies its policy's decision.
-
-    A replica that is ordered serves ``startup_s`` later. To scale down, orders that do not serve
-    yet are cancelled first, the latest first; then replicas drain."""
+    """Samples a role's load every ``interval_s`` and applies its policy. A new replica serves
+    ``startup_s`` later; scaling down cancels pending orders, the latest first, then drains."""
 
     def __init__(
         self,
@@ -125,8 +123,7 @@ class Scaler:
 
 
 class RoleChanger:
-    """Looks at the load of all replicas and changes roles, as the controller does
-    (:mod:`sluice.controller.state.drains`)."""
+    """Changes roles by the load of all replicas, as ``controller.state.drains`` does."""
 
     def __init__(
         self,
@@ -160,8 +157,8 @@ class RoleChanger:
 
 
 class Endings:
-    """Pushes endings and late guaranteed requests every ``interval_s`` while there are any, where
-    the mirror learns margins."""
+    """Pushes endings and late promised requests every ``interval_s`` where the mirror learns
+    margins."""
 
     def __init__(
         self,
@@ -221,9 +218,8 @@ PACE_TOKENS = 32
 
 
 class Migrations:
-    """The streams of a run that have moved, move now, or could move next; requests of several
-    stages never move. ``send`` transfers the KV of a stream; :meth:`end` is called when it has
-    arrived."""
+    """The streams that moved, move or could move; requests of several stages never do. ``send``
+    transfers a stream's KV; ``end`` is called when it has arrived."""
 
     def __init__(
         self,
@@ -366,8 +362,7 @@ _PROMISED = frozenset({Tier.GUARANTEED})
 
 
 class Node(NamedTuple):
-    """The models and limits of one replica: real times of its steps, and the model that it plans
-    with and reports."""
+    """One replica: real step times, its limits, and the model that it plans with and reports."""
 
     truth: Truth
     belief: Belief
@@ -377,22 +372,12 @@ class Node(NamedTuple):
 class Cluster:
     """Places requests by a routing policy, runs the engines, and loses no request.
 
-    A request whose replica fails is placed again, up to ``max_attempts``. The tokens that it has
-    emitted stay emitted: the next replica computes the prompt and these tokens, and resumes the
-    output. While there is no replica at all, requests wait at the router, for a bounded time. A
-    request that no replica can guarantee is served as best effort, waits, or fails, as ``config``
-    says.
+    A request whose replica fails is placed again, up to ``max_attempts``, and resumes after its
+    emitted tokens. In a P/D pair the prefill replica keeps its blocks during the KV transfer; the
+    decode replica computes the prompt's last token again, or all of it if the prefill replica
+    fails. With ``migrate`` running streams move at the end of a step.
 
-    If replicas have roles, a decision may name a P/D pair. The prefill replica computes the prompt,
-    and keeps its blocks during the KV transfer to the decode replica. The decode replica allocates
-    blocks when it admits the request, computes the last token of the prompt again, and emits all of
-    the output. If the prefill replica fails during the KV transfer, the decode replica computes the
-    prompt itself; if the decode replica is gone, the request is placed again.
-
-    With ``migrate`` running streams move to other replicas at the end of a step, with their KV.
-
-    Raises:
-        ValueError: roles change, and ``config`` has several cells."""
+    Raises ValueError if roles change and ``config`` has several cells."""
 
     def __init__(
         self,
@@ -442,11 +427,8 @@ class Cluster:
             self.changer = RoleChanger(elastic, self.events, self._mirror, self._named)
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
-        """Run until every request has ended; return the time.
-
-        Raises:
-            ValueError: an incident names a role that the cluster has not, or a factor that is not
-                positive."""
+        """Run until every request has ended; return the time. Raises ValueError for an incident
+        with a role that the cluster has not or a factor that is not positive."""
         for incident in incidents:
             self.events.at(incident.at_s, self.replicas.happening(incident))
         if len(self._requests):
@@ -542,8 +524,6 @@ class Cluster:
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
-        """The tiers that a request may be served in, by its class; one that has begun is not
-        refused."""
         if self._requests.begun(key) or self._when(key) == "best_effort":
             return frozenset(Tier)
         return _PROMISED
@@ -681,22 +661,12 @@ def simulate_cluster(
     autoscaling: Autoscaling | None = None,
     roles: RoleShares | None = None,
 ) -> Result:
-    """Run ``workload`` through a cluster until every request has ended.
-
-    Arguments that :func:`~sluice.simulation.run.simulate` has mean what they mean there. Equal
-    arguments give equal results, if the policies are new and those that draw are given a seed.
-
-    Args:
-        make_batch: gives each engine its policy, by its role.
-        routing: the router's policy, a new one.
-        truth, belief, engine: of an engine; each has its own noise and corrects its own belief.
-        incidents: failures, scale events, replicas that become slow.
-        nodes: the first replicas to start, if they differ from ``truth``, ``belief`` and
-            ``engine``.
-        autoscaling, roles: change the numbers of replicas, or their roles; default: fixed.
+    """Run ``workload`` through a cluster until every request has ended. Equal arguments give equal
+    results, if the policies are new and those that draw are given a seed. ``nodes``: the first
+    replicas, if they differ from ``truth``, ``belief`` and ``engine``.
 
     Raises:
-        ValueError: see :meth:`Cluster.run`.
+        ValueError: see ``Cluster.run``.
         StuckError: an engine could run nothing."""
     believed, true = sides(truth, belief)
     usual = Node(true, believed, engine or EngineConfig())

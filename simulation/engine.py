@@ -1,15 +1,10 @@
-"""One simulated engine in virtual time: continuous batching, chunked prefill, paged KV, a prefix
-cache and speculative drafts; and the real time of its steps beside its planner's belief.
+"""One simulated engine in virtual time. Truth and belief differ on purpose: the truth has noise,
+the belief is another model with a head-room, corrected online, as in production.
 
-Truth and belief differ on purpose: the truth has noise and its own constants, while the belief is
-another model with a head-room, corrected online from the times that it sees, as in production.
-
-A cached block is in use while a running request holds it; otherwise it is idle, counts as free, and
-is evicted when its blocks are needed, the one that was released first before the others. Within a
-request the end of the prefix is released first. This is what vLLM's block pool does, at the size of
-the workload's hashed blocks. Three things are simpler, and each finds less: outputs are not cached;
-a block can be shared from the step after the one that computes it; and the last block of a prompt
-that was cached whole keeps its old place in the order of eviction."""
+The prefix cache is vLLM's block pool at the size of the workload's hashed blocks: idle blocks count
+as free and are evicted by time of release, a request's last ones first. Three simplifications, each
+of which finds less: outputs are not cached; a block can be shared from the step after the one that
+computes it; the last block of a prompt cached whole keeps its place for eviction."""
 
 from __future__ import annotations
 
@@ -65,10 +60,7 @@ _DRAWS = 4096
 
 
 class Truth:
-    """Real step times: a model's prediction times log-normal noise of mean 1 and this deviation.
-
-    Raises:
-        ValueError: a negative or non-finite noise."""
+    """Step times with log-normal noise of mean 1. Raises ValueError for an impossible noise."""
 
     def __init__(self, model: LatencyModel, noise: float = 0.03) -> None:
         if not 0 <= noise < inf:
@@ -99,8 +91,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """The latency model given to planners, head-room included; ``online``: real times correct
-    it."""
+    """The planners' model, head-room included; ``online``: real times correct it."""
 
     model: LatencyModel
     online: bool = True
@@ -135,8 +126,8 @@ class Planner:
 
 
 class Drafts:
-    """Speculation in one engine: whether a drafted token is right is chance, by service class, and
-    its probability is learned from what was checked, as a replica does it."""
+    """Drafted tokens are right by chance, by class; the probability is learned as a replica does
+    it."""
 
     def __init__(self, config: Speculation, requests: Requests, rng: np.random.Generator) -> None:
         self.config = config
@@ -157,8 +148,8 @@ class Drafts:
         table[:, ACCEPTANCE] = rates[self._class_of[keys]]
 
     def check(self, table: Floats, keys: Ints, ran: Ints, accepted: Ints) -> float:
-        """A step runs ``ran``, rows and tokens: write how many of each one's drafts are right.
-        Returns the time that drafting took, seconds."""
+        """Write how many drafts of each of the rows in ``ran`` are right; return the drafting's
+        seconds."""
         rows = ran[:, 0]
         offered = table[rows, DRAFTED] > 0
         checked = np.where(offered, ran[:, 1] - 1, 0)
@@ -178,11 +169,8 @@ _REFRESHED = 32
 
 
 class PrefixCache:
-    """The cache of one engine. It changes the engine's rows: what it holds of a waiting request
-    counts as computed there, and as held as far as others use it.
-
-    Raises:
-        ValueError: hashes do not cover whole KV blocks."""
+    """The cache of one engine, which writes into its rows: what it holds of a waiting request
+    counts as computed there. Raises ValueError unless hashes cover whole KV blocks."""
 
     def __init__(self, arrivals: Sequence[Arrival], hashed_tokens: int, block_tokens: int) -> None:
         if hashed_tokens % block_tokens:
@@ -206,8 +194,7 @@ class PrefixCache:
         self._changed = False
 
     def enter(self, rows: Rows, row: int, brought: bool = False) -> None:
-        """A request has come: write what is cached of it into its row, unless it has ``brought``
-        its KV."""
+        """Write what is cached of a new request into its row, unless it has ``brought`` its KV."""
         key = int(rows.keys[row])
         if brought:
             self._brought.add(key)
@@ -226,8 +213,8 @@ class PrefixCache:
                 self._show(rows, row, self._hits(key))
 
     def admit(self, rows: Rows, planned: Ints, tokens: Ints, evicts: bool = False) -> list[int]:
-        """Before a step: hold the cached prefixes of the waiting requests in it, no more than their
-        rows show; return their rows. ``evicts``: the step begins by taking blocks from others."""
+        """Before a step: hold its waiting requests' cached prefixes, return their rows; ``evicts``:
+        it first takes blocks."""
         admitted = []
         need = 0
         for row, new in zip(planned.tolist(), tokens.tolist(), strict=True):
@@ -247,8 +234,8 @@ class PrefixCache:
         return admitted
 
     def settle(self, rows: Rows, admitted: Sequence[int]) -> None:
-        """After a step began: release the blocks of requests that were not admitted or were
-        preempted, and evict the blocks that the step has taken."""
+        """After a step began: release blocks of requests that were not admitted, or were preempted;
+        evict what it took."""
         for row in admitted:
             key = int(rows.keys[row])
             if rows.table[row, RUNNING] > 0.0:
@@ -309,8 +296,7 @@ class PrefixCache:
         return arrival.block_hashes[: arrival.prompt_tokens // self._tokens]
 
     def _hits(self, key: int) -> int:
-        """Cached blocks at the beginning of a prompt, of which one token must be left to
-        compute."""
+        """Cached blocks at a prompt's beginning; one token must be left to compute."""
         prefix = self._prefix(key)
         most = (self._arrivals[key].prompt_tokens - 1) // self._tokens
         hits = 0
@@ -366,15 +352,10 @@ class StuckError(RuntimeError):
 
 
 class VirtualEngine:
-    """Runs a batch policy over its live requests, one step at a time.
-
-    The caller owns the clock: :meth:`begin` says how long the step takes, :meth:`complete` ends it;
-    between the two, requests may be submitted. If no entry of a plan can run, the step is planned
-    first come, first served, as in production, and counted in ``fallbacks``. Unlike in vLLM, a
-    preempted request computes everything again that the workload has no hashes for.
-
-    Raises:
-        ValueError: the workload's hashed blocks do not fit the KV blocks."""
+    """Runs a batch policy, one step at a time, on the caller's clock; between ``begin`` and
+    ``complete`` requests may be submitted. A plan that cannot run is replaced by first come, first
+    served, and counted in ``fallbacks``. Unlike in vLLM, a preempted request computes again all
+    that has no hashes. Raises ValueError if hashed blocks do not fit the KV blocks."""
 
     def __init__(
         self,
@@ -469,10 +450,8 @@ class VirtualEngine:
         return True
 
     def prefill(self, key: int, kv_transfer_s: float) -> bool:
-        """Queue a request of which only the context is computed here, for another engine: it ends
-        with a token that is not sent and is due ``kv_transfer_s`` early. ``False``: the context is
-        longer than the KV.
-        """
+        """Queue a request whose context is computed here for another engine, due ``kv_transfer_s``
+        early; its token is not sent. ``False``: the context is longer than the KV."""
         requests = self._requests
         if requests.context_tokens(key) >= self.config.kv_tokens:
             return False
@@ -486,8 +465,7 @@ class VirtualEngine:
         return True
 
     def take_over(self, key: int) -> bool:
-        """Queue a request whose context another engine has computed and sent. Its last token is
-        computed again, as that gives the next one. ``False``: it can never run."""
+        """Queue a request with its KV; the last token is computed again. ``False``: cannot run."""
         requests = self._requests
         if requests.whole_tokens(key) > self.config.kv_tokens:
             return False
@@ -514,8 +492,7 @@ class VirtualEngine:
         return int(row[PROMPT] + row[EMITTED])
 
     def withdraw(self, key: int) -> bool:
-        """Take a live request out, between two steps: another engine continues it with its KV.
-        ``False``: it is not here any more."""
+        """Take a live request out, between two steps. ``False``: it is not here any more."""
         if key not in self._rows.keys[: self.live]:
             return False
         rows, place = self._rows, self._place_of(key)
@@ -536,10 +513,8 @@ class VirtualEngine:
             self.cache.enter(self._rows, place, brought)
 
     def begin(self, now_s: float) -> float:
-        """Plan and start a step; return its real seconds. It needs a live request.
-
-        Raises:
-            StuckError: no plan, and not the fallback's either, runs anything."""
+        """Start a step; return its real seconds. Needs a live request. Raises StuckError if none
+        can run."""
         if self.cache is not None:
             self.cache.refresh(self._rows)
         if not self._start(self._plan(self._policy, now_s)):
@@ -635,8 +610,7 @@ class VirtualEngine:
         return finished
 
     def hold(self, blocks: int) -> int:
-        """Keep up to ``blocks`` free ones from plans, for KV that is being sent away; return how
-        many."""
+        """Keep up to ``blocks`` free ones for KV that is being sent away; return how many."""
         held = min(blocks, self.free_blocks)
         self.counters[FREE_BLOCKS] -= held
         if self.cache is not None:

@@ -1,5 +1,4 @@
-"""What the simulated router knows of its replicas: the fleet and the decisions of production
-(:mod:`sluice.scheduling.placement.placer`), fed with simulated reports."""
+"""The fleet and decisions of production (``placement.placer``), fed with simulated reports."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ Seen = tuple[float, float, float]
 
 
 class Judged:
-    """Counts what the edge of a real cluster counts: requests with an objective that ended, and
-    those of them that met it at every stage."""
+    """Counts requests with an objective that ended, and those that met it at every stage."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -57,9 +55,8 @@ class Judged:
 
 
 def observed(requests: Requests, key: int) -> Times | None:
-    """TTFT, TPOT and end-to-end time of a request that has ended; ``None`` where it has not all its
-    output. Of several stages it is, by objective, the largest share that one took of what it
-    states, of the time that the whole request states."""
+    """TTFT, TPOT and end-to-end time; None without all output. Of several stages: the whole's
+    objectives times the largest share that a stage took of its own."""
     seen = list(_stages(requests, key))
     if isnan(seen[-1][2]):
         return None
@@ -75,8 +72,7 @@ def observed(requests: Requests, key: int) -> Times | None:
 
 
 def late(requests: Requests, key: int) -> tuple[float | None, float | None]:
-    """TTFT and TPOT of a request in progress, each of the first stage that is late by now, or
-    ``None``."""
+    """TTFT and TPOT of a request in progress, of the first stage late by now, or None."""
     stage = int(requests.first_stage[key])
     offset, slo = int(requests.offsets[stage]), requests.stage_slos[stage]
     times_s = requests.emitted_s[offset : offset + int(requests.stage_tokens[stage])]
@@ -105,10 +101,8 @@ PREFILL_KEYS = 1 << 40
 
 
 class Sent(NamedTuple):
-    """A report under way: the replica's live requests, the rest of the report, how many keys the
-    replica had been given until then, hashes of the blocks in its prefix cache, and
-    :meth:`Requests.later`.
-    """
+    """A report under way: live requests, the rest, how many keys the replica had been given, hashes
+    of cached blocks, and ``Requests.later``."""
 
     table: Floats
     report: Report
@@ -130,8 +124,8 @@ class _Known:
 
 
 class VirtualMirror:
-    """The replicas of all roles, and the decisions about them. Reports are taken in when the next
-    decision is made. ``depths``: tokens of a prompt up to the end of each hashed block, by hash."""
+    """The replicas of all roles, and the decisions. Reports are taken in at the next decision.
+    ``depths``: prompt tokens up to the end of each hashed block, by hash."""
 
     def __init__(
         self,
@@ -236,8 +230,7 @@ class VirtualMirror:
         return self._placer.place(query, now_s, at)
 
     def without_decision(self) -> RouteDecision:
-        """Where no replica has been heard of lately, silent ones that serve whole requests take
-        turns, as Serve's own routing would take over there."""
+        """Silent replicas that serve whole requests take turns, as in Serve's own routing."""
         for role in WHOLE:
             willing = [
                 name
@@ -280,11 +273,8 @@ class VirtualMirror:
 
 
 class CellMirrors:
-    """The mirrors of all cells, with the methods of one; what each cell is asked and which replicas
-    it owns is production's (:mod:`sluice.scheduling.placement.cells`).
-
-    Raises:
-        ValueError: the admission policy decides on several requests together."""
+    """All cells' mirrors behind the methods of one (``placement.cells``). Raises ValueError if
+    admission decides on several requests together."""
 
     window_s = 0.0
 

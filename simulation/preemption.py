@@ -1,8 +1,5 @@
-"""One simulated engine that can suspend a running prefill for another, or for a step of decodes.
-
-What runs is decided by the policies of production (:mod:`sluice.scheduling.preemption`), which are
-asked when production asks them: at an arrival, at the end of a task and when a step of decodes is
-due. Tasks in flight are a stack, of which the last one computes."""
+"""One simulated engine that can suspend a prefill for another, or for a step of decodes, by
+production's policies (``scheduling.preemption``). Tasks are a stack; the last one computes."""
 
 from __future__ import annotations
 
@@ -65,8 +62,8 @@ CHECKS: dict[Granularity, int] = {"off": 0, "layer": 1, "operator": 5}
 
 
 class Model(NamedTuple):
-    """The operators of a decoder, FlowPrefill §5.1: per layer, ``qkv_proj``, attention, ``o_proj``,
-    ``gate_up_proj`` and ``down_proj``; the weights of each linear one, in any one unit."""
+    """A decoder's operators per layer (FlowPrefill §5.1), with weights of the linear ones in any
+    unit."""
 
     layers: int
     qkv: float
@@ -89,15 +86,12 @@ class Model(NamedTuple):
 LLAMA3_8B = Model.of_sizes(32, 4_096, 1_024, 14_336)
 LLAMA3_70B = Model.of_sizes(80, 8_192, 1_024, 28_672)
 QWEN3_30B_A3B = Model(48, 2_048 * 5_120, 4_096 * 2_048, 2_048 * 128, 8 * 3 * 2_048 * 768)
-"""With the router's gate and 8 experts a token in place of ``gate_up_proj``, ``down_proj`` (§6.5).
-"""
+"""With the router's gate and 8 experts a token for ``gate_up_proj``, ``down_proj`` (§6.5)."""
 
 
 class Pass:
-    """One forward pass, which takes ``seconds``.
-
-    Every layer takes the same time. Within one, the part of a step's time that depends on the
-    context is attention's, and the rest is the linear operators', by their weights. A check of
+    """One forward pass of ``seconds``. Layers take the same time; in one, attention has the part
+    that depends on the context, and the linear operators the rest, by their weights. A check of
     ``check_s`` stands before each place where the pass can be left."""
 
     __slots__ = ("_layer_s", "_layers", "_starts", "checks", "seconds")
@@ -132,8 +126,7 @@ class Pass:
         self._starts = [share * self._layer_s for share in shares]
 
     def next_check_s(self, done_s: float) -> float:
-        """When the next check is reached, of a pass that is ``done_s`` into its work, or
-        ``seconds``."""
+        """When the next check is reached from ``done_s`` of its work, or ``seconds``."""
         if not self.checks:
             return self.seconds
         layer = min(int(done_s / self._layer_s), self._layers - 1)
@@ -159,15 +152,13 @@ WHOLE = 1 << 30
 BLOCK_TOKENS = 16
 
 Foresight = Literal["slack", "deadline", "none"]
-"""By what a prefill counts as late: by its deadline less its predicted time (S-EDF), by its
-deadline (D-EDF), or never (EDF). FlowPrefill §6.3."""
+"""Late by deadline less predicted time (S-EDF), by deadline (D-EDF), never (EDF); §6.3."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspensionConfig:
-    """Where prefills stop, and at which cost, with the names of production's configuration; the
-    times were measured on a CPU. ``depth`` None: no limit. ``switch_s`` is the idle time of a
-    suspension with its later resumption, ``check_s`` that of a check."""
+    """Where prefills stop, and at which cost (measured on a CPU). ``depth`` None: no limit.
+    ``switch_s``: idle time of a suspension and resumption."""
 
     granularity: Granularity = "operator"
     depth: int | None = DEPTH
@@ -189,13 +180,9 @@ class SuspensionConfig:
 
 @dataclass(slots=True)
 class Counts:
-    """What a run did.
-
-    Attributes:
-        blocked_s: for each stop request, the time until the task stopped or ended.
-        deepest, suspended_tokens: most suspended tasks, and most tokens of them at a time.
-        held_tokens: most tokens with KV at a time, of prefills that had begun.
-        busy_s, idle_s: time in which a task computed, and that suspensions took."""
+    """What a run did. ``blocked_s``: per stop request, time until the task stopped or ended.
+    ``deepest``, ``suspended_tokens``, ``held_tokens`` (with KV, of begun prefills): most at a time.
+    ``idle_s``: what suspensions took."""
 
     tasks: int = 0
     rounds: int = 0
@@ -248,12 +235,9 @@ class _Decode:
 
 
 class PreemptiveEngine:
-    """Runs prefills, and steps of decodes, one task at a time.
-
-    The caller owns the clock, and calls :meth:`round` once after all that happens at a moment. A
-    task that is requested to stop continues to its next check; a more urgent one that arrives until
-    then is started inside the next task, before its first operator. Progress is estimated by the
-    share of checks passed. KV memory is unlimited; the amount held is counted."""
+    """Runs prefills and steps of decodes, one task at a time, on the caller's clock: ``round`` once
+    after all that happens at a moment. A stopped task continues to its next check. Progress is
+    estimated by checks passed. KV memory is unlimited, and counted."""
 
     def __init__(
         self,
@@ -299,8 +283,7 @@ class PreemptiveEngine:
         output: int = 1,
         tpot_s: float = inf,
     ) -> None:
-        """Queue a request of ``tokens`` whose first token is due ``ttft_s`` after ``arrival_s``,
-        and which emits ``output`` tokens, one every ``tpot_s``; infinite without an objective."""
+        """Queue a request of ``tokens`` that emits ``output``; infinite times: no objective."""
         self._computed[key], self._pending[key] = 0, tokens
         self._due[key] = arrival_s + ttft_s, ttft_s
         self._output[key] = _Decode(output, tpot_s, best_effort)
@@ -319,8 +302,7 @@ class PreemptiveEngine:
         return 0.0 if self._config.foresight == "deadline" else -inf
 
     def round(self, now_s: float) -> list[tuple[str, float]]:
-        """Take the end of a task, and decide; returns the emitted tokens: their requests and
-        times."""
+        """Take a task's end, and decide; returns the emitted tokens: their requests and times."""
         through: list[tuple[str, float]] = []
         top = self._stack[-1] if self._stack else None
         if top is not None and top.ends_s <= now_s:
@@ -421,8 +403,7 @@ class PreemptiveEngine:
         return top.preemptible and len(self._stack) <= self._depth
 
     def _stop(self, top: _Task, now_s: float) -> tuple[float, list[tuple[str, float]]]:
-        """Request the running task to stop. Returns when the next one can start, and the prefills
-        that were complete by then."""
+        """Returns when the next task can start, and the prefills complete by then."""
         done_s = top.progress_s(now_s)
         stop_s = top.forward.next_check_s(done_s)
         stopped_s = max(now_s, top.runs_s) + stop_s - done_s
@@ -524,9 +505,8 @@ class PrefillRun(NamedTuple):
 
 
 class Gate:
-    """Decides which requests an engine is given, as the router in front of one replica does, from a
-    report that is made at the request's arrival. ``refuses``: what cannot be guaranteed is refused.
-    """
+    """Admits requests as the router of one replica does, by a report made at arrival. ``refuses``:
+    what cannot be promised."""
 
     def __init__(
         self,
@@ -588,13 +568,8 @@ def simulate_prefills(
     refuses: bool = False,
 ) -> PrefillRun:
     """Run ``workload`` through one engine until every request has its tokens or was refused.
-
-    ``believed`` is the latency model used for decisions; default: the truth with head-room. With
-    ``admission`` each request emits one token and is guaranteed, refused or best effort
-    (:class:`Gate`).
-
-    Raises:
-        ValueError: a request emits more than one token, and there is an admission policy."""
+    ``believed`` makes the decisions; default: the truth with head-room. Raises ValueError for
+    ``admission`` with a request of more than one token."""
     longer = [key for key, each in enumerate(workload.arrivals) if each.output_tokens != 1]
     if longer and admission is not None:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""The replicas of a simulated cluster: the clock, each one's engine, life and reports,
-incidents."""
+"""The clock of a simulated cluster, and its replicas' engines, reports and incidents."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ Handler = Callable[[], object]
 
 
 class Events:
-    """Calls at virtual times. Equal times run in the order in which they were asked for. ``O(log
-    n)``."""
+    """Calls at virtual times, equal times in order of scheduling. ``O(log n)``."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -54,9 +52,8 @@ _NOTHING_HELD: frozenset[int] = frozenset()
 
 
 class VirtualReplica:
-    """Steps its engine whenever it has requests, and reports to a mirror. ``on_finished`` is called
-    with the requests that are complete here: all their output is emitted, or the KV of their
-    context is computed for another replica."""
+    """Steps its engine whenever it has requests, and reports to a mirror. ``on_finished``: with
+    requests complete here: all output emitted, or KV computed for another replica."""
 
     def __init__(
         self,
@@ -100,13 +97,11 @@ class VirtualReplica:
         return self._took(key, self.engine.submit(key))
 
     def prefill(self, key: int, kv_transfer_s: float) -> bool:
-        """Take a request whose context is to be computed for another replica; ``False``: it can
-        never run."""
+        """Compute a request's context for another replica; ``False``: it can never run."""
         return self._took(key + PREFILL_KEYS, self.engine.prefill(key, kv_transfer_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
-        """Take a request with the KV of its ``tokens``, whose transfer took ``seconds``; ``False``:
-        it can never run."""
+        """Take a request with KV that took ``seconds`` to transfer; ``False``: it can never run."""
         count, all_seconds, all_tokens = self._transfers
         self._transfers = Transfers(count + 1, all_seconds + seconds, all_tokens + tokens)
         return self._took(key, self.engine.take_over(key))
@@ -137,8 +132,7 @@ class VirtualReplica:
         self._leave_if_done()
 
     def give_away(self, key: int, then: Callable[[], None]) -> None:
-        """Stop a running request at the end of the step and call ``then``, unless it has ended by
-        itself."""
+        """Stop a request at the step's end and call ``then``, unless it has ended."""
         self._giving[key] = then
 
     def keep(self, tokens: int) -> int:
@@ -250,8 +244,8 @@ Incident = Failure | Resize | Slowdown
 
 
 class Replicas:
-    """Starts the replicas of ``config``, and later what incidents and autoscaling add. ``noticed``
-    is called when the router notices that a replica failed, with what it held."""
+    """Starts the replicas of ``config``, and those of incidents and autoscaling. ``noticed``:
+    called with what a failed replica held, when the router notices."""
 
     def __init__(
         self,
@@ -289,11 +283,7 @@ class Replicas:
             replica.drain()
 
     def happening(self, incident: Incident) -> Callable[[], None]:
-        """What to do when ``incident`` happens.
-
-        Raises:
-            ValueError: it names a role that the cluster has not, or a factor that is not positive.
-        """
+        """What to do at ``incident``. Raises ValueError for an unknown role or a factor <= 0."""
         match incident:
             case Failure():
                 return partial(self._fail, incident)

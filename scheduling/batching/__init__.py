@@ -60,11 +60,8 @@ def make_policy(
     best_effort: BestEffortOptions | None = None,
     role: Role = "mixed",
 ) -> BatchPolicy:
-    """The batch policy called ``name``, with the best-effort options that all policies share; the
-    replica's ``role`` decides what ``options`` leave open.
-
-    Raises:
-        ValueError: no such policy, or an option that is unknown or out of range."""
+    """The batch policy ``name``; ``role`` decides what ``options`` leave open. Raises ValueError
+    for an unknown policy, and for an option that is unknown or out of range."""
     policy = POLICIES.make(name, options, role)
     policy.best_effort = BestEffort(best_effort)
     return policy

@@ -1,12 +1,9 @@
-"""Priority mapping by simulated annealing (002), mapped onto continuous batching: which requests
-run together, and in which order.
+"""Priority mapping by simulated annealing (002), for continuous batching. Times are seconds.
 
 A mapping is a sequence of batches, each of which starts when the longest request of the one before
-ends. A request's times depend on its batch size. The search looks for the mapping with the greatest
-``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4). All times are seconds.
-
-The compiled loops have one row per batch with the state at its start, so a move is evaluated from
-the first batch that it changes to the last, and beyond only where later waits change."""
+ends. The search maximises ``G = met requests / sum of end-to-end latencies`` (Eq. 2 to 4). A move
+is evaluated from the first batch that it changes, as each row has the state at its batch's start.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ from sluice.scheduling.request.queue import QueueView
 
 
 LOSS_SCALE = 500.0
-"""Temperature at which a loss of one request's share of G is accepted with probability 1/e. It is
-the paper's initial one; at its last, 20, the probability is e**-25."""
+"""Temperature at which a loss of one request's share of G is accepted with probability 1/e."""
 
 _NONE_MET = 1e-9
 """Counted as met requests, so that less latency is better where no request is met."""
@@ -56,9 +52,8 @@ class Problem(NamedTuple):
     Attributes:
         exec_s, latest_s: ``float64[2, most, waiting]``: execution time and longest wait in the
             first batch, and in any other; one row per batch size.
-        under_way: ``float64[most, 3]``: of the running requests in a batch of each size, how many
-            meet their objective, the sum of their latencies, and the longest.
-        running: number of running requests."""
+        under_way: ``float64[most, 3]``: of the running requests, by batch size: how many meet their
+            objective, the sum of their latencies, the longest."""
 
     exec_s: Floats
     latest_s: Floats
@@ -77,12 +72,9 @@ def evaluate(
     before: Floats,
     after: Floats,
 ) -> int:
-    """Fill in the rows of ``after`` behind the changed batches; return the last row filled. It ends
-    where the wait of a later batch is as in ``before``, the state before the move.
-
-    ``counts``: running requests, the first and the last batch that the move changed, and the number
-    of batches. The arrays of :class:`Problem` are no tuple: its reference counts cost a tenth of a
-    search.
+    """Fill in the rows of ``after`` behind the changed batches; return the last row filled, where
+    later waits are as in ``before``. ``counts``: running requests, first and last changed batch,
+    batches. The arrays of ``Problem`` are no tuple: its reference counts cost a tenth of a search.
     """
     running, first, last, batches = counts
     met, latency = before[first, MET], before[first, LATENCY]
@@ -149,9 +141,9 @@ def propose(
     batches: int,
     draws: tuple[float, float, float],
 ) -> tuple[int, int, int, int, int]:
-    """A random move: two indices to exchange, the first and the last batch that it changes, and how
-    many requests move from the first to the last. ``limits``: the largest batch, and the numbers of
-    waiting and of running requests."""
+    """A random move: two indices to exchange, the first and last changed batch, and how many
+    requests move. ``limits``: the largest batch, and the numbers of waiting and of running
+    requests."""
     most, waiting, running = limits
     u_kind, u_place, u_other = draws
     kind = int(u_kind * 3.0)
@@ -176,8 +168,7 @@ def propose(
 def adopt(
     running: int, sizes: Ints, before: Floats, after: Floats, first: int, reached: int, batches: int
 ) -> int:
-    """Make the result of a move the current state; return the number of batches. A batch that a
-    move empties is removed, except the first one while requests run in it."""
+    """Make the result of a move the current state; return the number of batches."""
     met = after[reached, MET] - before[reached, MET]
     latency = after[reached, LATENCY] - before[reached, LATENCY]
     kept = first
@@ -208,8 +199,7 @@ def search(
     after: Floats,
     schedule: tuple[Floats, Floats],
 ) -> int:
-    """Anneal from ``current``; leave the best mapping in ``best`` and return its number of batches.
-    ``O(steps * waiting)``."""
+    """Anneal ``current`` into ``best``; return its number of batches. ``O(steps * waiting)``."""
     order, sizes = current
     best_order, best_sizes = best
     temperatures, draws = schedule
@@ -257,17 +247,16 @@ def search(
 
 
 class Times(NamedTuple):
-    """Execution times and longest waits with which requests still meet their objectives (negative:
-    they cannot), ``float64[requests, most]``: in a batch of ``column + 1``."""
+    """``float64[requests, most]`` by batch size - 1; a negative longest wait: cannot meet its
+    objective."""
 
     exec_s: Floats
     latest_s: Floats
 
 
 class Jobs(NamedTuple):
-    """Requests to map: times of the waiting ones, of the running ones, which stay in the first
-    batch, and of the waiting ones in the first batch (``joining``; ``None``: as elsewhere).
-    ``waited_s`` is the sum of all waits so far."""
+    """Times of the waiting requests, of the running ones, and of the waiting ones in the first
+    batch (``joining``; None: as elsewhere). ``waited_s`` is the sum of all waits so far."""
 
     waiting: Times
     running: Times | None = None
@@ -276,12 +265,8 @@ class Jobs(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The annealing schedule and its random numbers; both bound the cost of a search.
-
-    Attributes:
-        temperatures: ``float64[levels]``, descending.
-        draws: ``float64[levels, iterations, 4]`` in [0, 1): the move, its two requests, acceptance.
-    """
+    """The schedule and its random numbers: ``temperatures`` descending, ``draws`` ``float64[levels,
+    iterations, 4]`` in [0, 1) for the move, its two requests and acceptance."""
 
     temperatures: Floats
     draws: Floats
@@ -290,8 +275,8 @@ class Schedule(NamedTuple):
     def of(
         cls, initial: float, threshold: float, iterations: int, decay: float, seed: int
     ) -> Schedule:
-        """Levels from ``initial``, each ``decay`` times the one before, until below ``threshold``.
-        Every search uses the same random numbers."""
+        """Levels from ``initial`` by ``decay`` down to ``threshold``; always the same random
+        numbers."""
         temperatures = initial * np.power(
             decay, np.arange(levels(initial, threshold, decay), dtype=np.float64)
         )
@@ -305,14 +290,8 @@ def levels(initial: float, threshold: float, decay: float) -> int:
 
 
 class Mapping(NamedTuple):
-    """The result of a search.
-
-    Attributes:
-        order: ``int64[waiting]``: indices of the waiting requests, in order.
-        sizes: ``int64[batches]``: how many waiting requests are in each batch; the first also has
-            the running ones.
-        met: requests that meet their objective, running ones included.
-        latency_s: sum of the end-to-end latencies, running ones included."""
+    """Indices of the waiting requests in order, and how many of them are in each batch. ``met`` and
+    ``latency_s`` (a sum) include the running requests, which are in the first batch."""
 
     order: Ints
     sizes: Ints
@@ -333,12 +312,9 @@ def predict(
     expected_tokens: float,
     decoding: int = 0,
 ) -> Times:
-    """The times of the requests of ``table`` at ``now_s``. ``O(requests * most)``.
-
-    Eq. 14 to 19 with the remaining work of a request: its pending prefill, and the predicted output
-    not yet emitted. Before the first token, the stated times are judged as in the paper (Eq. 5 to
-    9); the time since arrival counts as waiting. Afterwards the mean TPOT since the first token and
-    the end-to-end time decide. ``decoding`` requests of the batch take no part in a prefill."""
+    """The times of the requests at ``now_s`` (Eq. 5 to 9, 14 to 19), with their remaining work.
+    After the first token, the mean TPOT since it and the end-to-end time decide. ``O(requests *
+    most)``."""
     return Times(
         *times_of(table, model.coefficients, now_s, most, float(expected_tokens), decoding)
     )
@@ -394,25 +370,14 @@ def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
 
 
 def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
-    """Search the mapping with the greatest G (002 §4.3, Algorithm 1).
+    """Search the mapping with the greatest G (002 §4.3, Algorithm 1), at most ``O(levels *
+    iterations * waiting)``. Raises ValueError if more requests run than the largest batch may have.
 
-    The two start mappings are the given order and the order of ascending execution time, in full
-    batches. If the second meets every objective it is returned at once, as the paper accepts.
-    Otherwise the better one is annealed and the best mapping seen is returned. Each step pulls a
-    request into the batch before, pushes it into the next one, or swaps two.
-    ``O(levels * iterations * waiting)`` at most.
-
-    Our readings:
-
-    - Pushing out of the last batch opens a new one (Fig. 4 needs it). A pull or push into a full
-      batch becomes a swap.
-    - A worse mapping is accepted with ``exp(LOSS_SCALE * change / T)``, where ``change`` is the
-      relative change of G times the number of requests. The paper's ``exp(change of G / T)``, with
-      temperatures of 500 to 20 and a G far below 1, accepts nearly every move to the end.
-    - While no request meets its objective, lower latency is better.
-
-    Raises:
-        ValueError: more requests run already than the largest batch may have."""
+    Our readings: pushing out of the last batch opens a new one (Fig. 4 needs it), and a pull or
+    push into a full batch is a swap. A worse mapping is accepted with ``exp(LOSS_SCALE * change /
+    T)``, of the relative change of G times the number of requests: the paper's ``exp(change of G /
+    T)`` accepts nearly everything. While no request meets its objective, lower latency is better.
+    """
     problem = _problem(jobs)
     exec_s, latest_s, under_way, running = problem
     _, most, waiting = exec_s.shape
@@ -559,19 +524,10 @@ class AnnealingOptions(PolicyOptions):
 class Annealing(BatchPolicy):
     """Admits waiting requests by a priority mapping that maximises attainment over mean latency.
 
-    The paper runs the mapping's batches one after the other. Our readings for continuous batching:
-
-    - Running requests continue, decodes before prefills. They belong to the mapping's first batch,
-      with their remaining work and their lateness so far.
-    - The other requests of the first batch are admitted, in its order; requests of later batches
-      wait. With ``admits: in_order`` they take the slots that are left, in the order of the
-      mapping: what an engine with FCFS makes of the paper's dispatch (§5.1).
-    - Whenever a request arrives, ends or is preempted, the mapping is computed again.
-    - Where nothing runs and no request of the first batch fits, the first request that fits is
-      taken.
-
-    Like the paper, this policy has no ageing and does not preempt. ``O(n)`` in a call in which the
-    last mapping is still valid, else ``O(batch_size * annealed + steps * annealed)``."""
+    Our readings for continuous batching: running requests continue and belong to the first batch;
+    later batches wait, except with ``admits: in_order`` (FCFS dispatch, §5.1); each arrival, end or
+    preemption maps again. Like the paper, without ageing and preemption. ``O(n)`` while the last
+    mapping is valid, else ``O(batch_size * annealed + steps * annealed)``."""
 
     name = "annealing"
     source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"

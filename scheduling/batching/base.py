@@ -56,8 +56,7 @@ from sluice.scheduling.request.queue import QueueView
 
 
 class EarnedTime:
-    """Time that a share of the engine has earned and not spent, ``seconds``; 0 while none is
-    owed."""
+    """Seconds that a share of the engine has earned and not spent; 0 while none is owed."""
 
     def __init__(self, share: float) -> None:
         self.seconds = 0.0
@@ -105,31 +104,26 @@ def blocks_needed(table: Floats, rows: Ints, block_tokens: int) -> Floats:
 
 
 AGED_CHUNK_TOKENS = 64
-"""Smallest chunk of an aged prompt. Each chunk reads all of the context before it, so tiny chunks
-would cost more than they compute."""
+"""Smallest chunk of an aged prompt: each chunk reads all of the context before it."""
 
 LONGEST_STEPS = 20
-"""Longest batch, in empty steps, where no decode limits it: long enough that the fixed time per
-step is a small overhead, short enough that a new request does not wait long."""
+"""Longest batch, in empty steps, where no decode limits it."""
 
 
 MOST_OF_BATCH = 0.5
 """Share of a batch's time, beside what was taken before, for a prompt that the lane has begun."""
 
 STILL_EARNED = 0.5
-"""Share of the rest of a prompt that the lane must have earned to continue it. It has earned all
-of it when it begins; chunks cost more than the whole."""
+"""Share of the rest of a prompt that must be earned to continue it, as chunks cost extra."""
 
 
 class AgedLane:
     """Gives requests older than ``patience_s`` the share ``share`` of the time, by arrival.
 
-    Let ``W`` be the work, seconds, of a request and of the aged requests before it. Its prompt is
-    computed at most ``patience_s + W / share`` after its arrival, plus the time for which no memory
-    or sequence is free, plus the decode time of the aged requests before it, of which
-    :meth:`places` run at once. A long prompt on a small share would hold its KV for long: it begins
-    once its whole work is earned, then has up to half of each batch, and the bound has the time of
-    these batches in addition."""
+    With ``W`` seconds of work in a request and the aged ones before it, its prompt is computed at
+    most ``patience_s + W / share`` after its arrival, plus times without memory or sequence and the
+    decode time of those before it. A long prompt begins once its whole work is earned, and then has
+    up to half of each batch, so that it holds its KV for a short time only."""
 
     def __init__(self, patience_s: float, share: float) -> None:
         self.patience_s = patience_s
@@ -141,16 +135,14 @@ class AgedLane:
         return max(1, int(self._share * running))
 
     def aged(self, table: Floats, rows: Ints, now_s: float) -> Ints:
-        """The requests of ``rows`` that have waited longer than the patience, by arrival. Call it
-        once per plan: the lane earns time while there are any."""
+        """The ``rows`` past the patience, by arrival. Call it once per plan: it earns time."""
         aged = rows[now_s - table[rows, ARRIVAL] > self.patience_s]
         self._earned.earn(now_s, len(aged) > 0)
         by_arrival: Ints = aged[np.argsort(table[aged, ARRIVAL], kind="stable")]
         return by_arrival
 
     def in_turn(self, table: Floats, aged: Ints, most_tokens: float) -> Ints:
-        """The requests of ``aged`` before the first of more than ``most_tokens``; that one alone if
-        it is the oldest."""
+        """Those before the first above ``most_tokens``; only that one if it is the oldest."""
         long = table[aged, COMPUTED] + table[aged, PENDING] > most_tokens
         return aged[: max(1, int(np.argmax(long)))] if long.any() else aged
 
@@ -162,8 +154,7 @@ class AgedLane:
     def under_way(
         self, table: Floats, aged: Ints, latency: LatencyModel, most_tokens: float
     ) -> int:
-        """The first of ``aged`` that has begun, if it has at most ``most_tokens`` or the lane has
-        earned its rest; else -1."""
+        """The first that has begun and is short or has its rest earned; else -1."""
         begun = aged[table[aged, RUNNING] > 0]
         if not len(begun):
             return -1
@@ -181,8 +172,7 @@ class AgedLane:
         until_s: float = inf,
         most_tokens: float = inf,
     ) -> None:
-        """Spend the earned time on the prefills ``aged``, in order, in a batch that ends at
-        ``until_s``; a prompt of more than ``most_tokens`` is a long one."""
+        """Spend the earned time on ``aged``, in order; above ``most_tokens`` a prompt is long."""
         fits = fitting(blocks_needed(table, aged, batch.block_tokens), batch.free_blocks)
         fits |= self.overdue(table, aged, now_s)
         aged = aged[fits]
@@ -235,13 +225,9 @@ def least_useful_s(
     computed_tokens: int = 0,
     share: float = PREFILL_SHARE,
 ) -> float:
-    """Minimum time, seconds, of a batch in which prefill gets its ``share`` beside the ``taken_s``
-    of all else. The next token of a prefill reads its ``computed_tokens``, so one token must fit.
-
-    A TPOT hardly longer than a step would stop all prefill on the replica, and would mostly be
-    violated anyway: it does not set the budget. FairBatching §3.2 and ProServe §4.2 do not
-    cover it.
-    """
+    """Minimum seconds of a batch in which prefill gets its ``share`` beside ``taken_s`` of all
+    else. A TPOT hardly longer than a step would stop all prefill, so it does not set the budget;
+    FairBatching §3.2 and ProServe §4.2 do not cover it."""
     return (taken_s + latency.work_s(1, computed_tokens)) / (1 - share)
 
 
@@ -249,23 +235,20 @@ Fill = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
 """A policy's plan of the guaranteed requests."""
 
 USABLE = 0.9
-"""Share of the guaranteed requests' slack that best-effort work may use: step times vary around
-their prediction."""
+"""Share of promised requests' slack that best-effort work may use, as step times vary."""
 
 
 LONGEST_S = 0.05
-"""Lower bound of the batch limit of :data:`LONGEST_STEPS` empty steps, seconds: by a latency model
-with an almost free empty step, that limit would be too short."""
+"""Lower bound, seconds, of the limit by ``LONGEST_STEPS``, for models with an almost free empty
+step."""
 
 
 RESERVE = 0.1
-"""Share of the KV blocks and of the sequences that best-effort requests leave free when they start,
-so that the next promised request need not evict."""
+"""Share of KV blocks and sequences that best-effort requests leave free when they start."""
 
 LOST_SHARE = 0.05
-"""Maximum share of the engine's time that evictions may waste: after an eviction that discarded
-``s`` seconds of work, no best-effort request starts for ``s / LOST_SHARE`` while any request is
-promised."""
+"""Maximum share of the time that evictions may waste: after one that lost ``s`` seconds of work, no
+best-effort request starts for ``s / LOST_SHARE`` while any request is promised."""
 
 
 class BestEffortOptions(PolicyOptions):
@@ -287,27 +270,20 @@ class BestEffortOptions(PolicyOptions):
 
 
 class BestEffort:
-    """Plans a queue of two tiers. ``O(n log n)``, plus the cost of the guaranteed requests' policy.
+    """Plans a queue of two tiers, ``O(n log n)`` beside the policy of the promised requests.
 
-    1. *Guaranteed requests* are planned by the policy as if the blocks and sequences of best-effort
-       requests were free; only the aged lane of step 4 comes before.
+    1. *Promised requests* are planned as if best-effort blocks and sequences were free; only the
+       aged lane comes before.
     2. *Eviction*: where that plan needs what best-effort requests hold, it preempts as few of them
-       as needed, and among single sufficient ones the one that loses least. They keep their tokens.
-    3. *Leftovers*: best-effort work fills the batch until the first guaranteed decode that can be
-       on time would be late or out of pace, and for at most 20 empty steps or 50 ms. While a
-       guaranteed prefill that could run has work left, it gets all the time. The order is: decodes;
-       the prefills of step 4; prefills that can meet their own objective, by deadline; the others
-       by arrival. A request starts only while no guaranteed request waits, and where its predicted
-       length fits beside those of all running requests. Evicted work closes admission for a time
-       (:data:`LOST_SHARE`), which bounds recomputed work.
-    4. *Ageing* (:class:`AgedLane`): the ``max(1, aged_share * running)`` oldest requests that have
-       waited longer than ``patience_s`` get a share of the time whatever is guaranteed, and are not
-       evicted. From twice the patience on, no best-effort request behind one starts until it fits.
+       as needed; they keep their tokens.
+    3. *Leftovers*: best-effort work fills the batch until a promised decode would be late, for at
+       most 20 empty steps or 50 ms. A request starts only while no promised one waits and its
+       predicted length fits. Tenants take turns, by tokens per weight.
+    4. *Ageing* (``AgedLane``): the oldest requests past ``patience_s`` get a share of the time and
+       are not evicted; from twice the patience on, none behind one starts until it fits.
 
-    Tenants take turns in step 3, by tokens per weight, so that a tenant with thousands of requests
-    does not block another tenant's few. Where nothing else can run, running best-effort requests
-    are evicted one by one until a request can run. SLOs-Serve §4.1 preempts its best-effort tier
-    without a bound on the waste, and has no ageing."""
+    SLOs-Serve §4.1 preempts its best-effort tier without a bound on the waste, and has no ageing.
+    """
 
     def __init__(self, options: BestEffortOptions | None = None) -> None:
         options = options or BestEffortOptions()
@@ -424,9 +400,9 @@ class BestEffort:
         batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
-        """The requests of ``waiting`` that may start beside the predicted lengths of all running
-        ones, with the reserve left free; none passes an ``overdue`` one that does not fit. The
-        budget counts the blocks of the rows from ``yielding`` on as free."""
+        """The ``waiting`` requests that may start with the reserve left free; none passes an
+        ``overdue`` one that does not fit. The blocks of the rows from ``yielding`` on count as
+        free."""
         budget, table = batch.budget, batch.table
         waiting = waiting[: max(0, batch.sequences_left - int(RESERVE * budget.sequences))]
         if not len(waiting):
@@ -451,8 +427,7 @@ class BestEffort:
 
 
 def longest_wait_s(table: Floats, now_s: float) -> float:
-    """Longest time since arrival or last token of a best-effort request that does not run; else
-    0."""
+    """Longest time since arrival or last token of a best-effort request that does not run."""
     rows = (table[:, BEST_EFFORT] > 0) & (table[:, RUNNING] == 0)
     if not rows.any():
         return 0.0
@@ -461,8 +436,7 @@ def longest_wait_s(table: Floats, now_s: float) -> float:
 
 
 def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: Ints) -> Ints:
-    """For an empty plan: plan a little work of any request that fits, and evict until one fits.
-    Return the evicted rows, unchanged if more evictions would not help."""
+    """For an empty plan: plan a little of any request that fits, else evict until one fits."""
     batch.spare(0)
     batch.reopen()
     rows = np.arange(len(batch.table))
@@ -481,9 +455,8 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
 
 
 def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
-    """``order``, rows of a queue, so that tenants take turns behind the ``first`` rows: the next
-    row is the one whose tenant has the fewest tokens over weight running or ahead, a running one on
-    a tie. ``O(n log n)``; ``O(n)`` with a single tenant."""
+    """``order`` so that behind the ``first`` rows the tenant with the fewest tokens over weight
+    running or ahead is next. ``O(n log n)``; ``O(n)`` with a single tenant."""
     tenants = table[order, TENANT]
     if not len(order) or (tenants == tenants[0]).all():
         return order
@@ -496,8 +469,7 @@ def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
 
 @compiled
 def tokens_ahead(table: Floats, order: Ints) -> Floats:
-    """Per row of ``order``: the tokens over weight of its tenant's requests that run or are before
-    it."""
+    """Per row of ``order``: its tenant's tokens over weight that run or are before it."""
     names = np.unique(table[order, TENANT])
     ahead = np.zeros(names.shape[0])
     ordered = np.zeros(table.shape[0], np.bool_)
@@ -518,11 +490,9 @@ def tokens_ahead(table: Floats, order: Ints) -> Floats:
 
 @compiled
 def victims(held: Floats, computed: Floats, blocks: int, places: int) -> Ints:
-    """Which requests to evict so that ``blocks`` KV blocks and ``places`` sequence slots come free.
-
-    While blocks are missing: of the requests that hold enough, the one with the fewest ``computed``
-    tokens; if none does, the one that holds most. Then, while slots are missing, the one with the
-    fewest computed tokens. Ties go to the last. ``O(n)`` per chosen request."""
+    """Requests to evict so that ``blocks`` KV blocks and ``places`` sequence slots come free: a
+    sufficient one with the fewest ``computed`` tokens, else the largest. ``O(n)`` per chosen
+    request."""
     chosen = np.empty(held.shape[0], np.int64)
     gone = np.zeros(held.shape[0], np.bool_)
     count = 0
@@ -552,15 +522,13 @@ def leftover_s(
     times_s: tuple[float, float, float],
     space: tuple[int, int, int],
 ) -> tuple[float, bool]:
-    """Maximum time of a batch that harms no guaranteed request, infinite if it can harm none; and
-    whether a guaranteed request waits for memory or a sequence slot.
-
-    A batch harms a decode if it ends after the decode's next token is due, or is longer than its
-    TPOT; a late decode catches up in batches of half its TPOT.
+    """Maximum seconds of a batch that makes no promised request late (or infinite), and whether a
+    promised request waits for memory or a slot. A late decode catches up in batches of half its
+    TPOT.
 
     Args:
         times_s: of the batch so far, of an empty step, and the least TPOT that a useful batch can
-            meet: a shorter one is ignored unless admission has guaranteed it.
+            meet: a shorter one counts only if admission has promised it.
         space: KV blocks and sequence slots left, and tokens per block."""
     cost_s, fixed_s, holdable_s = times_s
     free_blocks, places, block_tokens = space
@@ -593,8 +561,7 @@ def leftover_s(
 
 @compiled
 def blocks_to_come(table: Floats, granted: Ints, block_tokens: int) -> Floats:
-    """Per row, the KV blocks that its predicted length needs beyond those it has with
-    ``granted``."""
+    """Per row, the KV blocks that its predicted length needs beyond those with ``granted``."""
     more = np.empty(table.shape[0])
     for row in range(table.shape[0]):
         whole = ceil((table[row, PROMPT] + expected_tokens(table[row])) / block_tokens)
@@ -614,19 +581,14 @@ __all__ = [
 
 
 class BatchPolicy(ABC):
-    """Chooses the tokens of the engine's next batch.
-
-    A policy is one file with one subclass, registered by ``name`` in ``batching/__init__.py``. It
-    may keep state and is called from one thread. It must be work-conserving: with a request that
-    fits, the plan is not empty. It never sees best-effort requests (:attr:`best_effort` plans
-    those), and needs no code for speculation (:attr:`speculation`).
-    """
+    """Chooses the tokens of the engine's next batch. It may keep state, is called from one thread,
+    and must be work-conserving: with a request that fits, the plan is not empty. ``best_effort``
+    plans best-effort requests and ``speculation`` drafts, so a policy sees neither."""
 
     name: ClassVar[str]
     source: ClassVar[str]
     local_order: ClassVar[int]
-    """In which it takes guaranteed prefills, one of :mod:`sluice.scheduling.fleet.local_orders`:
-    routers predict by it."""
+    """The order of promised prefills, by ``fleet.local_orders``: routers predict by it."""
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
 
     def __init_subclass__(cls) -> None:

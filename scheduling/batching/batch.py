@@ -1,7 +1,5 @@
-"""Batch plans: the limits, the builder and the plan itself.
-
-A policy ranks requests; :class:`BatchBuilder` alone enforces the invariants of a plan, so no policy
-can break an engine."""
+"""Batch plans. ``BatchBuilder`` alone enforces a plan's invariants, so no policy can break an
+engine."""
 
 from __future__ import annotations
 
@@ -62,8 +60,7 @@ EVICTED = -1  # in place of tokens: the row is preempted before the batch
 def begin(
     table: Floats, pieces: Floats, promised: int, limits: tuple[int, int, int, int, bool, int]
 ) -> tuple[Ints, Floats, Ints]:
-    """The state of an empty plan: counters, time by piece, plan. ``limits`` are the fields of a
-    :class:`BatchBudget` up to ``lookahead_tokens``."""
+    """The state of an empty plan. ``limits``: ``BatchBudget`` up to ``lookahead_tokens``."""
     tokens, sequences, kv_blocks, block_tokens, reserve_prompt, lookahead = limits
     running, needed = 0, 0
     held = 0.0
@@ -101,8 +98,7 @@ def pending_blocks(row: Floats, block_tokens: int, lookahead: int) -> int:
 
 @compiled
 def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> int:
-    """Take the blocks for ``tokens`` of a running request, also from other running requests if
-    ``draws`` is set; return how many tokens fit."""
+    """Take blocks for a running request, from others if it ``draws``; return the tokens."""
     block, lookahead = state[BLOCK_TOKENS], state[LOOKAHEAD]
     others = state[RECLAIMABLE]
     room = state[FREE_BLOCKS]
@@ -125,8 +121,7 @@ def extend(state: Ints, draws: bool, held: int, computed: int, tokens: int) -> i
 
 @compiled
 def extend_drafts(state: Ints, held: int, computed: int, drafts: int) -> int:
-    """Take free blocks that no running request needs for the drafts of a decode whose own token was
-    just taken; return how many drafts fit."""
+    """Take free blocks that no running request needs for a decode's drafts; return how many fit."""
     block = state[BLOCK_TOKENS]
     room = max(0, state[FREE_BLOCKS] - state[SPARE_BLOCKS] - state[NEEDED])
     upto = computed + 1 + state[LOOKAHEAD]
@@ -183,8 +178,7 @@ def take(
     costs: Floats,
     plan: Ints,
 ) -> int:
-    """Take ``rows`` in order; return the tokens taken. ``limits``: see
-    :meth:`BatchBuilder.take`."""
+    """Take ``rows`` in order; return the tokens taken. ``limits``: see ``BatchBuilder.take``."""
     until_s, tokens, in_order = limits
     taken = 0
     for row in rows:
@@ -229,15 +223,10 @@ _NONE: Ints = np.empty(0, np.int64)
 
 
 class BatchBudget(NamedTuple):
-    """Limits of one batch.
-
-    Attributes:
-        tokens: maximum number of new tokens in the batch.
-        sequences: maximum number of sequences that run at once, running ones included.
-        kv_blocks: free KV blocks (cached blocks that may be evicted count as free).
-        reserve_prompt: a waiting request is admitted only if its whole sequence would fit.
-        lookahead_tokens: tokens beyond its own for which a planned request also needs blocks.
-        draft_s: time to draft one token for all decodes of a batch, seconds."""
+    """Limits of one batch. ``sequences`` includes the running ones, and ``kv_blocks`` cached blocks
+    that may be evicted. With ``reserve_prompt`` a request is admitted only if its whole sequence
+    would fit. ``lookahead_tokens`` need blocks, too; ``draft_s``: seconds to draft one token for
+    all decodes."""
 
     tokens: int
     sequences: int
@@ -267,10 +256,8 @@ class BatchPlan:
 
     Attributes:
         rows, tokens: ``int64[m]``, indices in the planned queue, and new tokens of each.
-        predicted_s: step time of the batch by the latency model, seconds.
-        evicted: ``int64[k]``, running requests to preempt before the batch: they lose their KV and
-            keep their generated tokens.
-        kept: ``int64[l]``, running requests outside the batch that an engine preempts last."""
+        evicted: requests to preempt before: they lose their KV and keep their generated tokens.
+        kept: running requests outside the batch that an engine preempts last."""
 
     __slots__ = ("_queue", "_tokens_of", "evicted", "kept", "predicted_s", "rows", "tokens")
 
@@ -349,32 +336,20 @@ class BatchPlan:
 
 
 class BatchBuilder:
-    """Collects a plan and enforces its invariants.
-
-    Each planned request is in the queue and appears once, with at most its pending tokens; a decode
-    gets one token, plus at most the drafted tokens in ``lengths``. The sums stay within the budget.
+    """Collects a plan and enforces its invariants. ``O(requests)`` to build, ``O(rows)`` per call.
 
     Rules for KV blocks, which make every plan one that the engine can run:
 
-    - A running request may take free blocks and the blocks of running requests outside the plan,
-      which the engine then preempts whole. Blocks taken from a request are not available to it
-      later.
-    - A waiting request takes free blocks only, and only in a plan without preemption: an engine
-      admits no request in a step in which it ran out of blocks. So after an admission, running
-      requests can no longer take each other's blocks.
-    - The first waiting request that does not fit ends admission while any request runs. Otherwise
-      small prompts could keep taking the blocks that a long one waits for.
-    - Drafted tokens take free blocks only, and leave the blocks that running requests need for
-      their pending tokens. Where blocks, tokens or time are short, fewer drafts are verified.
-    - A best-effort request takes free blocks only, and no request takes its blocks.
+    - A running request may take free blocks and those of running requests outside the plan, which
+      the engine then preempts whole. Waiting and best-effort requests and drafts take free blocks
+      only.
+    - An engine that ran out of blocks admits no request in that step: a plan admits or preempts,
+      not both.
+    - The first waiting request that does not fit ends admission while any request runs: small
+      prompts could keep taking the blocks that a long one waits for.
 
-    ``O(requests)`` to build, ``O(rows)`` per call, both compiled.
-
-    Args:
-        tiers: if given, rows are numbered by its order, and the budget is that of the guaranteed
-            ones.
-        lengths: drafts that decodes may verify, by row of ``queue``; default: nothing is drafted.
-    """
+    With ``tiers``, rows are numbered by its order, and the budget is that of the promised requests.
+    ``lengths``: drafts that decodes may verify."""
 
     __slots__ = (
         "_costs",
@@ -479,8 +454,7 @@ class BatchBuilder:
         self._evicted = rows
 
     def add(self, row: int, tokens: int = UNBOUNDED_TOKENS) -> int:
-        """Take up to ``tokens`` of the request in ``row``; return how many, 0 where a limit is
-        reached or the request is planned already or not in this queue."""
+        """Take up to ``tokens`` of ``row``; return how many, 0 where none fit or it is planned."""
         return self.take(np.array([row]), tokens=tokens)
 
     def take(
@@ -490,14 +464,9 @@ class BatchBuilder:
         tokens: int = UNBOUNDED_TOKENS,
         in_order: bool = False,
     ) -> int:
-        """Take the requests in ``rows`` (``int64[n]``) in order; return the tokens taken.
-
-        Args:
-            until_s: maximum predicted time of the batch. The first prefill that does not fit is
-                chunked and is the last to be taken; a decode that does not fit is skipped, and so
-                is a prefill of which not one token fits.
-            tokens: maximum number of tokens to take in total.
-            in_order: stop at the first request that gets nothing, unless the batch is still empty.
+        """Take the requests in ``rows`` in order; return the tokens taken. The first prefill that
+        does not fit ``until_s`` is chunked and ends it; a decode that does not fit is skipped.
+        ``in_order``: stop at the first request that gets nothing, unless the batch is still empty.
         """
         if not len(rows):
             return 0
@@ -512,8 +481,7 @@ class BatchBuilder:
         )
 
     def ensure_progress(self, rows: Iterable[int]) -> None:
-        """If the plan is empty, take at most one block's tokens of the first request that fits: a
-        time budget too small for any work must not stop the engine."""
+        """For an empty plan, take at most one block's tokens, whatever the time budget."""
         if not self.empty:
             return
         for row in rows:

@@ -93,12 +93,8 @@ def pop(heap: Ints, size: int, worth: Floats) -> int:
 
 @compiled
 def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
-    """Per job, whether it is kept. For every job, the kept jobs up to it fit its capacity.
-
-    Walks the jobs in order and sums their sizes; while the sum exceeds the capacity at a job, the
-    kept job of least weight per size is dropped, and first a job that does not fit alone. With
-    equal weights and capacities that are deadlines this is the algorithm of Moore (Management
-    Science 1968), which keeps the most jobs; with weights it is a heuristic (NP-hard). ``O(n log
+    """Per job, whether it is kept, so that the kept jobs up to each fit its capacity. Moore
+    (Management Science 1968): keeps the most jobs; with weights a heuristic (NP-hard). ``O(n log
     n)``."""
     count = size.shape[0]
     kept = np.zeros(count, np.bool_)
@@ -122,12 +118,8 @@ def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
 
 @compiled
 def before(size: Floats, room: Floats, late: Floats) -> Ints:
-    """The earliest position (job index) of each ``late`` job, by size, at which it makes no other
-    job late; ``n`` where there is none. ``room`` is the maximum total size of the jobs up to each.
-
-    An inserted job uses up its size of the spare capacity of each job behind it. ``O(late *
-    jobs)``.
-    """
+    """The earliest position of each ``late`` job, by size, at which it makes no other job late,
+    else ``n``. ``room``: the maximum total size of the jobs up to each. ``O(late * jobs)``."""
     count = size.shape[0]
     places = np.full(late.shape[0], count, np.int64)
     spare = room - np.cumsum(size)
@@ -144,14 +136,9 @@ def before(size: Floats, room: Floats, late: Floats) -> Ints:
 def sort_out(
     table: Floats, prefills: Ints, work_s: Floats, until_s: Floats, usable: float
 ) -> tuple[Ints, Ints, Ints]:
-    """The prefills to keep, by deadline; the same with the late guaranteed ones, each as far to the
-    front as makes no kept one late; and the shed ones: the other late ones, then the ones without a
-    deadline. ``O(n log n + late * n)``.
-
-    Args:
-        prefills: rows, by deadline.
-        until_s: time for prefill until the deadline of each one that has one.
-        usable: share of that time to count on, for those that move to the front."""
+    """The prefills to keep, by deadline; the same with the late promised ones, each as far to the
+    front as makes no kept one late; and the shed ones. ``usable``: share of ``until_s`` to count on
+    for those that move to the front. ``O(n log n + late * n)``."""
     dated = until_s.shape[0]
     due, undated = prefills[:dated], prefills[dated:]
     weight, owed = np.empty(dated), np.empty(dated, np.bool_)
@@ -178,8 +165,7 @@ def sort_out(
 
 
 UNPACED_S = 1.0
-"""A decode without TPOT is due its next token this long after the last one, so that it never stalls
-indefinitely."""
+"""A decode without TPOT is due a token this long after the last one, so that it never stalls."""
 
 LEAST_TIMELY = 0.01
 """Share of an output that counts as on time where none can be: late requests have some worth."""
@@ -194,10 +180,8 @@ def time_left_s(
     now_s: float,
     fixed_s: float,
 ) -> Floats:
-    """Per row, the time until its next token is due. ``O(requests)``.
-
-    An end-to-end deadline makes it earlier, with the expected output emitted at a step of all
-    decodes or the minimum TPOT per token, whichever is longer."""
+    """Per row, the time until its next token is due, which an end-to-end deadline makes earlier by
+    the expected output at a step of all decodes or the minimum TPOT, whichever is longer."""
     count = table.shape[0]
     left_s = np.empty(count)
     step_s, least_s, ends = fixed_s, inf, False
@@ -237,8 +221,8 @@ def by_time_left(chosen: NDArray[np.bool_], left_s: Floats) -> Ints:
 
 @compiled
 def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> NDArray[np.bool_]:
-    """Which of the decodes ``rows`` are guaranteed and can be on time again when their expected
-    output ends, at ``alone_s`` a token from now on; ``left_s`` is negative for a late one."""
+    """Which decodes are promised and can be on time at their end, at ``alone_s`` a token from now
+    on."""
     able = np.zeros(rows.shape[0], np.bool_)
     for place, row in enumerate(rows):
         if table[row, PROMISED] > 0.0:
@@ -260,11 +244,9 @@ def paces_of(
     pieces: Floats,
     fixed_s: float,
 ) -> tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_], float, float, float]:
-    """The decodes by deadline, with time left, work of one step, the TPOT that each must keep, and
-    which can still be on time; over these, the minimum time left, TPOT, and TPOT of a step that
-    verifies drafts, infinite where there are none.
-
-    ``output``: per row, the expected tokens of a step; empty where each emits one."""
+    """The decodes by deadline, with time left, work of one step, TPOT to keep, and which can be on
+    time; over these, the minimum time left, TPOT, and TPOT of a step that verifies drafts, or
+    infinite."""
     rows = by_time_left(~prefill, left_s)
     left_s, work_s = left_s[rows], work_s[rows]
     alone_s = fixed_s + work_s
@@ -298,13 +280,8 @@ def capacity_s(
     first_slack_s: float,
     least_pace_s: float,
 ) -> Floats:
-    """Time for prefill within each of the horizons ``left_s``, ascending, if the decodes are
-    delayed until their slack is spent.
-
-    FairBatching appendix A, steps 1 to 4, at several horizons at once: by ``t`` a decode with slack
-    ``s`` and TPOT ``p`` runs ``(t - s) / p`` times, and each of the steps that the most urgent one
-    (``first_slack_s``, every ``least_pace_s``) forces costs the fixed time. ``O(horizons +
-    decodes)``.
+    """Time for prefill within each horizon of ``left_s`` (ascending), if decodes are delayed until
+    their slack is spent: FairBatching appendix A, steps 1 to 4, for all. ``O(horizons + decodes)``.
     """
     capacity = np.empty(left_s.shape[0])
     decode = 0
@@ -333,8 +310,7 @@ def triage(
     decodes: tuple[Floats, Floats, Floats, float, float, float],
     usable: float,
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """The prefills by deadline, and how :func:`sort_out` sorts them. ``decodes`` are the arguments
-    of :func:`capacity_s` behind the horizons."""
+    """The prefills by deadline, and ``sort_out`` of them; ``decodes`` is for ``capacity_s``."""
     prefills = by_time_left(prefill, left_s)
     ends_s = left_s[prefills]
     slack_s, pace_s, step_s, fixed_s, first_s, least_s = decodes
@@ -348,10 +324,8 @@ def triage(
 def fit_beside(
     rows: Ints, left_s: Floats, work_s: Floats, step_s: float, pace_s: float, usable: float
 ) -> bool:
-    """Whether the prefills ``rows``, by deadline, are on time with every decode in every batch: a
-    step with all decodes takes ``step_s`` every ``pace_s``; ``usable`` is the share of time to
-    count on.
-    """
+    """Whether the prefills ``rows``, by deadline, are on time beside every decode in every batch;
+    ``usable`` is the share of time to count on."""
     queued_s = 0.0
     for row in rows:
         queued_s += work_s[row]
@@ -362,8 +336,7 @@ def fit_beside(
 
 @compiled
 def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
-    """The share of the expected output of each prefill that can still be on time, if it catches up
-    at twice the pace of the TPOT; at least :data:`LEAST_TIMELY`."""
+    """Share of each output that can be on time at twice its TPOT's rate, >= ``LEAST_TIMELY``."""
     share = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
         pace_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
@@ -375,8 +348,7 @@ def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> F
 
 @compiled
 def hold_ends(table: Floats, due_s: Floats, pace_s: float) -> None:
-    """Make ``due_s`` earlier for end-to-end deadlines, with the output emitted at ``pace_s`` a
-    token."""
+    """Make ``due_s`` earlier for end-to-end deadlines, at ``pace_s`` per output token."""
     for row in range(table.shape[0]):
         after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
         end_s = table[row, ARRIVAL] + table[row, E2E]
@@ -411,8 +383,8 @@ def outranked(
     table: Floats, kept: Ints, shed: Ints, spare_s: Floats, room: int, block_tokens: int
 ) -> tuple[Ints, int]:
     """The prefills of ``shed`` to preempt so that the first of ``kept`` that waits for blocks can
-    begin, and its place in ``kept``: begun, without output, late even alone (``spare_s`` < 0). None
-    if it fits as it is, or would not fit then either; else as few as needed (:func:`victims`)."""
+    begin, and its place in ``kept``: as few as needed of those begun, without output and late even
+    alone. None if it fits as it is, or would not fit then either."""
     begun = shed[table[shed, RUNNING] > 0]
     begun = begun[(table[begun, EMITTED] == 0) & (spare_s[begun] < 0)]
     if not len(begun):
@@ -426,8 +398,7 @@ def outranked(
 
 @compiled
 def first_waiting(table: Floats, kept: Ints, block_tokens: int) -> tuple[int, int]:
-    """The place in ``kept`` of the first prefill that has not begun, else -1, and the KV blocks
-    that it needs beside all those that have."""
+    """Place in ``kept`` of the first not begun, else -1, and the KV blocks that it lacks."""
     first, blocks = -1, 0
     for place, row in enumerate(kept):
         waits = table[row, RUNNING] == 0.0
@@ -457,13 +428,8 @@ LATE_SHARE = 0.1
 
 
 class Limits(NamedTuple):
-    """What bounds the start of shed prefills.
-
-    Attributes:
-        standby: mean prompts that could be prefilled in a mean TTFT beside the decodes.
-        late: running decodes that are late.
-        active: running sequences.
-        reserve: share of the KV blocks and of the sequences that stays free."""
+    """What bounds the start of shed prefills. ``standby``: mean prompts that could be prefilled in
+    a mean TTFT beside the decodes; ``reserve``: share of blocks and sequences that stays free."""
 
     standby: float
     late: int
@@ -480,9 +446,8 @@ def tail(
     work_s: Floats,
     limits: Limits,
 ) -> Ints:
-    """The shed prefills that may run: those that have begun, as they hold memory, before those that
-    wait; both by worth, descending: priority times :func:`timely_share` over work. ``O(n log n)``.
-    """
+    """The shed prefills that may run: begun ones, as they hold memory, then waiting ones; both by
+    priority times ``timely_share`` over work, descending. ``O(n log n)``."""
     space = (batch.free_blocks, batch.sequences_left, batch.block_tokens)
     timely = timely_share(table, shed, left_s, work_s)
     return startable(table, shed, running, timely, work_s, limits, space)
@@ -498,10 +463,9 @@ def startable(
     limits: Limits,
     space: tuple[int, int, int],
 ) -> Ints:
-    """The rows of :func:`tail`. Each prefill that begins takes time from every one that arrives
-    while it decodes, so one whose output would all be late waits for its place.
-
-    ``space``: free KV blocks and sequences, and tokens per block."""
+    """The rows of ``tail``. A prefill that begins takes time from all that arrive while it decodes,
+    so one whose output would all be late waits. ``space``: free blocks, sequences, tokens per
+    block."""
     free_blocks, sequences, block_tokens = space
     count = shed.shape[0]
     worth = np.empty(count)
@@ -553,12 +517,10 @@ TTFT_MEMORY_S = 60.0
 
 
 TAIL_BACKLOG_S = 0.3
-"""Backlog of shed prefills, seconds of work, up to which the tail gets its largest share of a
-batch; with a larger backlog its share shrinks in proportion."""
+"""Shed work, seconds, from which on the tail's share of a batch shrinks in proportion."""
 
 TAIL_RESERVE = 0.05
-"""Share of the KV blocks and of the sequences that the tail leaves free for requests whose
-deadlines can be met."""
+"""Share of the KV blocks and of the sequences that the tail leaves free."""
 
 
 class DeadlineTriageOptions(PolicyOptions):
@@ -611,35 +573,19 @@ class _Decodes(NamedTuple):
 class DeadlineTriage(BatchPolicy):
     """Keeps the prefills whose deadlines can be held together and sheds the others to a tail.
 
-    ``O(n log n)``. Per batch:
-
-    1. *Time budget*: the minimum slack of the decodes that can still be on time, at least their
-       minimum TPOT, minus the head-room (FairBatching §3.2): the option, or twice the spread of
-       recent steps if that is more. Late decodes do not shrink it, except guaranteed ones that can
-       catch up.
-    2. *Triage*: prefills by deadline, kept by weighted Moore-Hodgson (:func:`keep`) against the
-       time left for prefill until each deadline if decodes are delayed until their slack is spent
-       (the prefill admission budget of FairBatching §3.4), then against the free sequences and KV
-       blocks. For the first kept prefill without blocks, shed ones that have begun and would be
-       late even alone are preempted, but not the one that the aged lane works on. A late guaranteed
-       prefill is not shed: it goes as far to the front as makes no kept prefill miss its deadline.
+    1. *Time budget*: the minimum slack of the decodes that can be on time, at least their minimum
+       TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it.
+    2. *Triage*: weighted Moore-Hodgson (``keep``) against the time left for prefill until each
+       deadline (FairBatching §3.4), then against sequences and KV blocks. A late promised prefill
+       is not shed: it goes as far to the front as makes no kept one late.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
-       the other decodes; the tail. The batch ends before the first kept prefill that it completes
-       is due, and soon enough for a request that arrives in the meantime, except where another
-       batch would make that prefill late. While the kept prefills can meet their deadlines beside
-       all decodes, or blocks or sequences are short, all decodes come first.
-    4. *Tail*: shed prefills, begun ones first, by worth (:func:`tail`). The tail gets 0.1 to 0.8 of
-       the minimum TPOT in a batch, less with a larger backlog, and leaves a share of blocks and
-       sequences free. A shed prefill starts only while the decodes leave time for new prompts;
-       while they leave little, only a few start whose output would all be late.
-    5. *Ageing*: requests that are not kept and older than ``patience_s`` get ``aged_share`` of the
-       time and of the running sequences (:class:`AgedLane`). A decode that has been late for longer
-       than ``patience_s`` is in every batch.
+       the other decodes; the tail. All decodes come first while the kept prefills can afford it.
+    4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog.
+    5. *Ageing*: requests older than ``patience_s`` get ``aged_share`` (``AgedLane``); a decode late
+       for longer is in every batch.
 
-    Speculation (SLOs-Serve §3.2.3): a step that verifies drafts is due when the last of its
-    expected tokens is due, takes the time of all verified tokens, and runs less often. An
-    end-to-end deadline becomes earlier deadlines for the tokens, by the expected length. Requests
-    without any deadline belong to the tail. Decodes without TPOT are due one token per second."""
+    A step that verifies drafts is due with the last of its expected tokens (SLOs-Serve §3.2.3).
+    Requests without any deadline belong to the tail. ``O(n log n)``."""
 
     name = "deadline_triage"
     source = (
@@ -787,8 +733,7 @@ class DeadlineTriage(BatchPolicy):
         latency: LatencyModel,
         usable: float,
     ) -> float:
-        """When the batch, which has the urgent decodes and takes ``taken_s``, must end;
-        ``punctual``: which of the prefills ``kept`` are on time, ``None``: all."""
+        """When the batch must end; ``punctual``: the ``kept`` prefills on time, None: all."""
         longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
         if decodes.least_pace_s < inf:
             longest_s = max(longest_s, decodes.least_pace_s)
@@ -840,10 +785,8 @@ def _admissible(
     work_s: Floats,
     answer_s: float,
 ) -> Ints:
-    """The requests of ``kept`` with sequences and KV blocks now. If sequences are short, priority
-    per time decides (``answer_s``: of one sequence's output); if blocks are short, priority per
-    block.
-    """
+    """The ``kept`` requests with sequences and KV blocks now: by priority per time of one
+    sequence's output (``answer_s``) where sequences are short, per block where blocks are."""
     waiting = kept[table[kept, RUNNING] == 0]
     if len(waiting) > places:
         value = table[waiting, PRIORITY] / np.maximum(work_s[waiting] + answer_s, 1e-9)
@@ -856,8 +799,7 @@ def _admissible(
 
 
 def _standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> float:
-    """How many prompts like those in the queue could meet their TTFT beside the decodes; infinite
-    where there are none, or no TTFT is stated."""
+    """How many prompts like the queue's could meet their TTFT beside the decodes, or infinite."""
     ttft_s = mean_ttft_s(table)
     if ttft_s == inf or not len(decodes.rows):
         return inf

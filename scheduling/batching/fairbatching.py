@@ -33,24 +33,13 @@ class FairBatchingOptions(PrefillShareOptions):
 
 
 class FairBatching(BatchPolicy):
-    """Urgent decodes, then prefills, then the other decodes, within a time budget. ``O(n log n)``.
+    """Urgent decodes, prefills, other decodes (§3.3) within ``max(min slack, min TPOT)`` of the
+    decodes (§3.2). ``O(n log n)``.
 
-    With ``slack = deadline of the next token - now``:
-
-    1. ``budget = max(min slack, min TPOT)`` over the decodes (§3.2). Without a decode only the
-       engine's token limit binds.
-    2. Three groups (§3.3), each by slack ascending: decodes with ``slack < budget + min TPOT``;
-       prefills; the other decodes.
-    3. The groups fill the budget in that order; the prefill that does not fit is chunked to it.
-
-    Our readings:
-
-    - The first group is not cut by the time budget: §3.3 says that urgent decodes are always
-      included.
-    - Only decodes that state a TPOT which a batch with a useful share of prefill can meet set the
-      budget (:func:`least_useful_s`). With urgent decodes in the batch, prefills with a deadline
-      keep that share. A ``prefill_share`` of 0 is the paper's text.
-    - Requests without a deadline come after all others, decodes before prefills, and may starve."""
+    Our readings: urgent decodes are not cut by the budget. Only a TPOT that a useful batch can meet
+    (``least_useful_s``) sets it, and beside urgent decodes prefills keep that share; a
+    ``prefill_share`` of 0 is the paper's text. Requests without a deadline come last, and may
+    starve."""
 
     name = "fairbatching"
     source = "FairBatching §3.2, §3.3, Algorithm 1"

@@ -67,26 +67,14 @@ class SEDFOptions(PolicyOptions):
 
 
 class SEDF(BatchPolicy):
-    """One prefill task at a time: the feasible prefill with the earliest deadline, and the prefills
-    that can be batched with it. ``O(n log n)``.
+    """One prefill task at a time: the feasible prefill with the earliest deadline, and those that
+    can be batched with it (FlowPrefill Eq. 3, Algorithms 1 and 2). No ageing, as in the paper.
+    ``O(n log n)``.
 
-    Prefills rank by ``sgn(slack) / deadline`` (Eq. 3), with ``slack = deadline - now - predicted
-    TTFT``: feasible ones by deadline, then prefills without a deadline, then late ones, the latest
-    deadline first. Algorithm 1 adds others to the head ``H``, in order, as long as the predicted
-    time of the whole batch is below the time left to ``H`` and the sum of tokens is below ``G``. As
-    in Algorithm 2, a decision is made when a prefill arrives or completes. As in the paper there is
-    no ageing.
-
-    Our readings:
-
-    - An engine runs whole batches, so preemption happens between chunks, not between operators.
-      Chunks are not padded.
-    - A prefill that has begun ranks, and can be batched, by its remaining prefill. The paper cannot
-      batch a suspended pass again.
-    - The paper's instances only prefill. Here every decode runs beside the task, in order of
-      arrival; TPOT objectives are ignored, and ``chunk_tokens`` bounds the wait of decodes.
-    - A prefill that recomputes after a preemption counts as a new arrival.
-    - Where no prefill of the task fits the engine, the others are tried in their order."""
+    Our readings: an engine runs whole batches, so preemption happens between chunks, not operators.
+    A begun prefill ranks by what remains of it. The paper's instances only prefill; here every
+    decode runs beside the task, TPOT objectives are ignored, and ``chunk_tokens`` bounds the wait
+    of decodes. A prefill that recomputes after a preemption counts as a new arrival."""
 
     name = "s_edf"
     source = "FlowPrefill §5.2, Eq. 3, Algorithms 1 and 2"
@@ -169,8 +157,7 @@ class SEDF(BatchPolicy):
 
 
 def chunked_work_s(table: Floats, pieces: Floats, chunk_tokens: int) -> Floats:
-    """Time of every row's pending tokens in chunks by every piece of a model, ``float64[pieces,
-    n]``, without the steps' fixed time. ``O(1)`` per row and piece."""
+    """Seconds of each row's pending tokens in chunks, ``float64[pieces, n]``; no fixed time."""
     pending, computed = table[:, PENDING], table[:, COMPUTED]
     whole = np.floor(pending / chunk_tokens)
     last = pending - whole * chunk_tokens
@@ -199,10 +186,8 @@ def join(
     batch_tokens: int,
     left_s: float,
 ) -> Ints:
-    """Algorithm 1: the indices, in the given order, of the first prefill and of the ones that join
-    it. A ``polynomial`` that is not empty predicts the time from the sum of tokens, instead of the
-    model.
-    """
+    """Algorithm 1: the indices of the first prefill and of the ones that join it. A ``polynomial``
+    that is not empty predicts the time from the sum of tokens, in place of the model."""
     joined = np.empty(tokens.shape[0], np.int64)
     joined[0] = 0
     count = 1

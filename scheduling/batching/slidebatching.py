@@ -100,15 +100,8 @@ class SlideBatchingOptions(PrefillShareOptions):
 
 
 class Partition(NamedTuple):
-    """A queue of ``n`` requests, split by :class:`SlideBatching`.
-
-    Attributes:
-        due_s: ``float64[n]``, when the next token of each is due; infinite for no deadline.
-        work_s: ``float64[n]``, predicted time of the pending tokens of each.
-        budget_s: time budget of the next batch, seconds.
-        order: ``int64[n]``, rows by deadline.
-        urgent: ``bool[m]``, whether each of the first ``m`` rows of ``order``, which have a
-            deadline, is urgent."""
+    """A queue split by ``SlideBatching``. ``due_s`` is infinite for no deadline; ``order``: rows by
+    deadline; ``urgent``: of each of its first rows, which have a deadline."""
 
     due_s: Floats
     work_s: Floats
@@ -118,31 +111,15 @@ class Partition(NamedTuple):
 
 
 class SlideBatching(BatchPolicy):
-    """Splits the queue at a load-dependent boundary and fills a time budget. ``O(n log n)``.
+    """Splits the queue at a load-dependent boundary and fills the time budget ``max(min remain,
+    eta)``: urgent requests (``remain < gamma * phi``, Eq. 8 and 9) by density, then normal ones by
+    time left. ``O(n log n)``.
 
-    Per request: ``exec``, the predicted time of its pending tokens; ``remain``, the time to the
-    deadline of its next token; ``density``, its priority times the token's weight over ``exec``.
-
-    1. ``budget = max(min remain, eta)``.
-    2. A request is urgent if ``remain < gamma * phi``. ``phi`` is ``budget / (budget - t_c)`` times
-       the sum of ``exec`` over the queue (``phi_a``, Eq. 8) or over the requests due no later
-       (``phi_c``, Eq. 9), where ``t_c`` is the fixed time of a step. On replicas that only prefill,
-       ``phi`` is the sum of ``exec`` plus one ``t_c`` per request (``phi_p``).
-    3. Urgent requests by density descending, then normal ones by ``remain`` ascending, until the
-       budget is full; the prefill that does not fit is chunked to it.
-
-    Our readings:
-
-    - Requests that would be late even alone do not count in the minimum ``remain``: one late
-      request would pin every budget to eta. They stay in the queue, mostly urgent, and compete by
-      density.
-    - Eta is capped by the minimum stated TPOT that a batch with a useful share of prefill can meet
-      (:func:`least_useful_s`), and an eta not above ``t_c`` is replaced by twice ``t_c``. The
-      budget leaves urgent prefills that share beside the decodes due within two budgets. A
-      ``prefill_share`` of 0 is Algorithm 1 without this.
-    - §5.4 does not say how its variant without the estimator ranks: ``phi`` is 0, and the density
-      uses tokens instead of times.
-    - Requests without a deadline come after all others and do not delay them.
+    Our readings: requests late even alone do not count in the minimum, as one would pin every
+    budget to eta. Eta is capped by the minimum TPOT that a useful batch can meet
+    (``least_useful_s``), and one not above a step's fixed time becomes twice that. Urgent prefills
+    keep a share beside decodes; a ``prefill_share`` of 0 is Algorithm 1 without this. Without the
+    estimator (§5.4) ``phi`` is 0 and density uses tokens. Requests without a deadline come last.
 
     There is no ageing: under sustained overload a long prompt of low priority starves."""
 
@@ -227,8 +204,6 @@ class SlideBatching(BatchPolicy):
     def _urgent(
         self, remain_s: Floats, work_s: Floats, budget_s: float, latency: LatencyModel
     ) -> NDArray[np.bool_]:
-        """Which requests may be late if they wait for the ones before them (``phi_c``) or for
-        all."""
         if self._order != "slide":
             return np.full(len(remain_s), self._order == "density")
         queued_s = np.cumsum(work_s)

@@ -79,49 +79,24 @@ class SLOsServeOptions(PolicyOptions):
 
 
 class SLOsServe(BatchPolicy):
-    """Soft admission by dynamic programming, batches as long as the tightest TPOT. ``O(n log n)``.
-
-    Admission (§3.1, §3.2.1): when a request arrives, ends or changes its objectives, the policy
-    decides which new requests are guaranteed
-    (:mod:`sluice.scheduling.admission.slos_serve.selection`), at most the :data:`MOST_DECIDED`
-    earliest in one call.
-
-    Batches (§3.2.2, Alg. 2): each takes the time ``t0``, the minimum TPOT of the guaranteed
-    decodes; decodes enter by schedule deadline; the rest goes to guaranteed prefills by deadline.
-
-    Best effort (§4.1): requests without a guarantee get the time and memory left, decodes before
-    prefills, by arrival; they starve while guaranteed requests fill every batch, as in the paper.
-
-    Speculation (§3.2.3, appendix D): where tokens are drafted, ``t0`` is the batch time of the
-    solver (:class:`~sluice.scheduling.latency.speculation.AdaptiveLengths`), and a decode is due
-    when the last of the expected tokens of its step is due.
+    """Soft admission by dynamic programming (§3.1, §3.2.1), batches as long as the tightest TPOT
+    (§3.2.2, Alg. 2). Requests without a promise get what is left (§4.1) and may starve, as in the
+    paper. ``O(n log n)``.
 
     Our readings:
 
-    - Guarantees count decodes without speculation: acceptance is a mean over the past, so the time
-      that speculation saves goes to best effort.
-    - ``time2bs(t0)`` is ``t0`` itself: the builder fills a batch by predicted seconds.
-    - A token is due for scheduling if, left out, it would be late in the next batch: ``deadline <
-      end of this batch + t0``, Alg. 2's line 9 with ``schDDL < (i + 1) t0``, not the printed
-      ``>=``.
-    - A batch that completes a guaranteed prefill is not padded beyond that prefill's deadline.
-    - Alg. 1 forgets declined requests. Here, one without output is decided again when requests
-      arrive or leave: at most ten together with the new ones, by worth per predicted second,
-      descending.
-    - The memory ``m_i`` of a guaranteed request grows with its output, and a new request needs all
-      of its memory beside the most that the guaranteed ones will need at a time
-      (:func:`~sluice.scheduling.request.expected.peak`).
-    - When a row's objective changes with the stage, the request is decided again. A guarantee is
-      kept.
-    - A request whose TPOT no useful batch can meet (:func:`least_useful_s`) is not guaranteed, nor
-      is one without any objective. An end-to-end objective becomes a TTFT and a TPOT, by the
-      expected output (:func:`~sluice.scheduling.request.deadline.paced`).
-    - Requests that the controller has guaranteed are forced in. Their prefills go before those that
-      only this policy has guaranteed, if one of them might otherwise be late.
-    - A batch ends before a decode that the last batch left out is late.
-    - The paper preempts best-effort requests for new ones. Here they lose their KV to running
-      guaranteed requests only, and a waiting one is admitted only if its whole predicted length
-      fits beside what running and guaranteed ones will need; an exceeded prediction is doubled."""
+    - Promises count decodes without speculation, as acceptance is a mean over the past.
+    - A decode is scheduled if, left out, it would be late in the next batch: Alg. 2's line 9 with
+      ``schDDL < (i + 1) t0``, not the printed ``>=``.
+    - Alg. 1 forgets declined requests; here one without output is decided again when requests
+      arrive or leave, at most ten with the new ones.
+    - Memory ``m_i`` grows with the output: a new request needs all of its memory beside the
+      promised ones' peak (``expected.peak``).
+    - No promise without an objective, or for a TPOT that no useful batch can meet
+      (``least_useful_s``). End-to-end objectives become TTFT and TPOT (``deadline.paced``).
+    - What the controller has promised is forced in; its prefills go first where one might be late.
+    - Best-effort requests lose their KV to running promised ones only; the paper preempts them for
+      new ones."""
 
     name = "slos_serve"
     source = "SLOs-Serve §3.2, §4.1, Algorithms 1 and 2, appendix C"
@@ -149,8 +124,7 @@ class SLOsServe(BatchPolicy):
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
-        """Take due guaranteed decodes, guaranteed prefills, other guaranteed decodes, best
-        effort."""
+        """Due promised decodes, promised prefills, other promised decodes, best effort."""
         self._budget = batch.budget
         table, length = self._paced(queue.table)
         due_s = deadlines_s(table, self._anchor.code)
@@ -211,8 +185,7 @@ class SLOsServe(BatchPolicy):
     def _front(
         self, bound: Mask, taken_s: float, work_s: Floats, left_s: Floats, until_s: float
     ) -> Ints:
-        """The order of the prefills: by deadline as given, or the ones ``bound`` by the controller
-        first, if one of them might otherwise be late."""
+        """The prefills by deadline, or the ``bound`` ones first where one might be late."""
         order = np.arange(len(bound))
         if bound.all() or not bound.any():
             return order
@@ -234,8 +207,7 @@ class SLOsServe(BatchPolicy):
     def _let_in(
         self, table: Floats, rows: Ints, claims: Any, growth: Floats, free_blocks: int
     ) -> Ints:
-        """The best-effort ``rows`` that take no blocks from others: running ones, then waiting ones
-        whose whole predicted length fits."""
+        """The best-effort ``rows`` that run, and waiting ones whose predicted length fits."""
         running = table[rows, RUNNING] > 0
         begun, waiting = rows[running], rows[~running]
         needs = growth[begun]
@@ -295,8 +267,6 @@ class SLOsServe(BatchPolicy):
         promised[new] = admissible(demand.of(new), held, supply)
 
     def _known(self, keys: Ints) -> tuple[Mask, Mask, Mask]:
-        """Which requests were in the queue at the last decision, and which were guaranteed and
-        decided."""
         if not len(self._keys):
             none = np.zeros(len(keys), dtype=np.bool_)
             return none, none.copy(), none

@@ -1,5 +1,4 @@
-"""Policies that look at no time to come: first come, first served (FCFS), and Sarathi and earliest
-deadline first under a static token budget."""
+"""FCFS, and Sarathi and earliest deadline first under a static token budget."""
 
 from __future__ import annotations
 
@@ -32,11 +31,8 @@ class EDFOptions(PolicyOptions):
 
 
 class EDF(BatchPolicy):
-    """Requests by the deadline of their next token, up to a token budget. ``O(n log n)``.
-
-    Decodes and prefills share one order. Requests without a deadline come last, by arrival, and
-    starve while others fill every batch. A late request stays in front, which both papers name as
-    the cause of collapse under overload."""
+    """Requests by the deadline of their next token, up to a token budget. Those without a deadline
+    may starve; late ones stay in front, the cause of collapse under overload. ``O(n log n)``."""
 
     name = "edf"
     source = "earliest deadline first, as in ProServe §3.2 and FlowPrefill §6.1 (DistServe-CP)"
@@ -58,10 +54,8 @@ class EDF(BatchPolicy):
 
 
 class FCFS(BatchPolicy):
-    """Running requests first, then waiting ones, each in order of arrival. ``O(n)``.
-
-    The last prefill is chunked to the token limit. A waiting request that does not fit blocks the
-    ones behind it."""
+    """Running requests, then waiting ones, by arrival. A waiting request that does not fit blocks
+    the ones behind it. ``O(n)``."""
 
     name = "fcfs"
     source = "vLLM v1 scheduler, first-come-first-served policy with chunked prefill"
@@ -89,9 +83,8 @@ class SarathiOptions(PolicyOptions):
 
 
 class Sarathi(BatchPolicy):
-    """Every decode first, then prefill chunks, all in order of arrival (Sarathi-FCFS). ``O(n)``.
-
-    Prefills that have begun come before waiting ones, as they hold KV blocks."""
+    """Every decode, then prefill chunks, by arrival; begun prefills first, as they hold KV.
+    ``O(n)``."""
 
     name = "sarathi"
     source = "Sarathi-Serve (OSDI 2024), Algorithm 3; FairBatching §2.3"

@@ -1,5 +1,4 @@
-"""Loads the compiled loops of a policy before the first request needs them: the first call of a
-loop reads its machine code from disk or compiles it for seconds."""
+"""Loads a policy's compiled loops early: a first call compiles for seconds."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ _BUDGETS = (
 
 
 def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Plan toy queues by the batch policy called ``name`` that reach its loops with every type.
-
-    Raises:
-        ValueError: no such policy, or wrong options."""
+    """Plan toy queues that reach the policy's loops with every type. Raises ValueError as
+    ``make_policy``."""
     policy = make_policy(name, options)
     waiting = [_prefill(i, slo, age_s, 0) for i, (slo, age_s) in _cases(0)]
     begun = [_prefill(i, slo, age_s, 64) for i, (slo, age_s) in _cases(1)]

@@ -1,8 +1,5 @@
-"""Step-time models of an engine, and their online correction.
-
-A step is a batch of sequences, each with ``n`` new tokens on ``k`` computed ones. Every family of
-models predicts its time as the largest of one or more sums ("pieces") over the sequences, so that
-policies and compiled loops know one form only. All times are seconds."""
+"""Step-time models of an engine, and their online correction. Every family predicts the largest of
+one or more sums ("pieces") over sequences with ``n`` new tokens on ``k`` computed ones. Seconds."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ MAX_SPREAD = 1.0
 """Largest spread of steps, see :attr:`StepCorrection.spread`."""
 
 TOLERATED_SPREAD = 0.25
-"""Spread up to which guarantees are made by the mean: independent noise averages out over a
-request, and one step that takes any time too long comes to 0.22 by itself."""
+"""Spread up to which promises are made by the mean: independent noise averages out."""
 
 _MEMORY = 0.05
 """Weight of the latest step in averages: they are over about 20 steps."""
@@ -51,8 +47,7 @@ class _Step(NamedTuple):
 
 
 class _Factors:
-    """Both factors with the covariance of their relative errors: a Kalman filter of two states that
-    walk at random, mostly together."""
+    """A Kalman filter of both factors, which walk at random, mostly together."""
 
     __slots__ = ("_cross", "_fixed", "_work", "fixed", "work")
 
@@ -72,8 +67,7 @@ class _Factors:
         return min(max(real_s / (self.fixed * fixed_s + self.work * work_s), 0.5), 2.0)
 
     def learn(self, fixed_s: float, work_s: float, ratio: float, most: float = inf) -> None:
-        """A step with these parts took ``ratio`` times its prediction; neither factor changes by
-        more than ``most`` of itself."""
+        """Neither factor changes by more than ``most`` of itself."""
         fixed = self.fixed * fixed_s / (self.fixed * fixed_s + self.work * work_s)
         work = 1.0 - fixed
         # An exponential average with gain g is the filter of a factor that drifts by
@@ -103,8 +97,7 @@ class _Factors:
 
 
 class _OneSided:
-    """Finds steps that are off to one side, however little: Page's cumulative sum test. The noise
-    is learned from the differences of consecutive steps."""
+    """Page's cumulative sum test; the noise is learned from differences of consecutive steps."""
 
     __slots__ = ("_last", "_noise", "_runs", "_seen", "_sums")
 
@@ -119,8 +112,7 @@ class _OneSided:
         self._sums, self._runs = [0.0, 0.0], [0, 0]
 
     def observe(self, off: float) -> int:
-        """Number of steps since a change began, if one is found with this step, which was ``off``
-        (logarithm of real over predicted time); else 0."""
+        """Steps since a change began, else 0. ``off``: log of real over predicted time."""
         deviation = max(0.005, sqrt(self._noise))
         if self._last is not None:
             self._seen += 1
@@ -140,22 +132,13 @@ class _OneSided:
 
 
 class StepCorrection:
-    """Multiplicative corrections of both parts of a prediction, learned from real step times.
+    """Factors on both parts of a prediction, what every step costs and what tokens cost, learned
+    from real step times: for steps all alike, the average over 20 steps of ProServe §4.1's beta.
 
-    An engine can differ from its profile in what every step costs and in what tokens cost, so there
-    are two factors. Between changes each step moves them by what it says of them
-    (:class:`_Factors`); for steps that are all alike that is the exponential average over 20 steps
-    of ProServe §4.1's beta. A step counts as at most twice too long or too short and moves a factor
-    by 5 % at most.
-
-    A change of the engine is found in two ways: four of the last 32 steps are *far off* (a factor
-    of 1.2 from the prediction, or three spreads if that is more), or steps in a row are off to one
-    side (:class:`_OneSided`). Then both factors are refitted to the steps since the first of these,
-    from the median ratio; the fit is used if it leaves less than half of the squared logarithmic
-    error.
-
-    Times that are not positive and finite, and predictions below a nanosecond, teach nothing.
-    ``O(1)`` for a step; one that is far off may cost a fit to the last 32."""
+    A step counts as at most twice too long or too short, and moves a factor by 5 % at most. When
+    four of the last 32 steps are far off (a factor of 1.2, or three spreads) or steps are off to
+    one side (``_OneSided``), both factors are refitted, if that halves the squared log error. Times
+    that are not positive and finite teach nothing. ``O(1)`` but for a refit."""
 
     __slots__ = ("_factors", "_one_sided", "_recent", "_variance", "fixed", "spread", "work")
 
@@ -175,8 +158,7 @@ class StepCorrection:
         return self.fixed * fixed_s + self.work * work_s
 
     def observe(self, fixed_s: float, work_s: float, real_s: float) -> None:
-        """Learn from one step; ``fixed_s`` and ``work_s`` are the parts of its prediction without
-        correction and head-room."""
+        """Learn from one step; the parts of its prediction are without correction and head-room."""
         # Other predictions are of no engine, and not safe to divide by.
         possible = fixed_s >= 0 and work_s >= 0 and 1e-9 <= fixed_s + work_s <= 1e9
         if not (possible and 0 < real_s < inf):
@@ -232,17 +214,12 @@ UNBOUNDED_TOKENS = 1 << 30
 
 class StepSample(NamedTuple):
     """The work of one engine step, in sums over its sequences in the order of the coefficients of
-    :mod:`sluice.scheduling.request.kernels`, and the time that it took. A sequence with one new
-    token counts as a decode.
+    ``request.kernels``, and its ``seconds`` (0: has not run).
 
-    Attributes:
-        prefill_tokens: sum of ``n`` over the prefills, the sequences with ``n > 1``.
-        prefill_square, prefill_cross, prefill_context: sums of ``n**2``, ``n * k`` and ``k`` over
-            them.
-        prefills, decodes: how many there are.
-        decode_context: sum of ``k`` over the decodes.
-        spec_steps: steps of a draft model before the step; 0 without speculation.
-        seconds: 0 where it has not run."""
+    Prefills are the sequences with ``n > 1``; ``prefill_tokens``, ``prefill_square``,
+    ``prefill_cross`` and ``prefill_context`` are sums of ``n``, ``n**2``, ``n * k`` and ``k`` over
+    them, ``decode_context`` of ``k`` over the others. ``spec_steps``: steps of a draft model before
+    the step."""
 
     prefill_tokens: float
     prefill_square: float
@@ -312,8 +289,7 @@ _compiled_sums = compiled(work_sums)
 
 @compiled
 def prefill_within(coefficients: Floats, left_s: float, computed_tokens: int) -> int:
-    """Most new tokens of one prefill whose work, by one piece, fits ``left_s``; below two, two do
-    not fit."""
+    """Most new tokens of a prefill whose work by one piece fits ``left_s``; < 2: two do not."""
     left = (
         left_s
         - coefficients[kernels.PREFILL_SEQUENCE]
@@ -341,8 +317,8 @@ def prefill_within(coefficients: Floats, left_s: float, computed_tokens: int) ->
 def tokens_within(
     pieces: Floats, costs: Floats, until_s: float, computed_tokens: int, most: int
 ) -> int:
-    """Most new tokens of one sequence, up to ``most``, that keep every piece of a step's time
-    within ``until_s``; ``costs`` holds what the pieces have come to so far."""
+    """Most new tokens of one sequence that keep every piece, at ``costs`` so far, within
+    ``until_s``."""
     fit = most
     for piece in range(pieces.shape[0]):
         if fit > 1:
@@ -358,28 +334,18 @@ def tokens_within(
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LatencyModel(ABC):
-    """Predicts the time of a step: the largest of its pieces, times a correction and a head-room.
-
-    A subclass is a family: its positional fields are its coefficients. Immutable.
-
-    Args:
-        correction, fixed_correction: learned factors on the work of the sequences and on the fixed
-            part of a step (:class:`StepCorrection`).
-        headroom: factor on every prediction, at least 1: with 5 % a planner meets objectives where
-            an exact one would miss half.
-        spread: relative error of recent predictions, root mean square.
+    """Predicts the time of a step: the largest of its pieces, times a correction and a head-room. A
+    subclass is a family: its positional fields are its coefficients. Immutable. Raises ValueError
+    for a negative or non-finite coefficient, for all of them zero, and for a factor out of range.
 
     Attributes:
-        fixed_s: time of a step before any token is counted.
-        pieces: ``float64[pieces, COEFFICIENTS]`` of :mod:`sluice.scheduling.request.kernels`, with
-            the factors. Of a sequence the part is ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 +
-            PREFILL_CROSS n k + PREFILL_CONTEXT k + PREFILL_SEQUENCE`` for ``n > 1`` and
-            ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for ``n = 1``. Not to be written to.
-
-    Raises:
-        ValueError: a negative or non-finite coefficient, all of them zero, or a factor out of
-        range.
-    """
+        headroom: factor on every prediction, >= 1: with 5 % a planner meets objectives of which an
+            exact one would miss half.
+        spread: relative error of recent predictions, root mean square.
+        pieces: ``float64[pieces, COEFFICIENTS]`` of ``request.kernels``, with the factors: per
+            sequence ``PREFILL_TOKENS n + PREFILL_SQUARE n**2 + PREFILL_CROSS n k + PREFILL_CONTEXT
+            k + PREFILL_SEQUENCE`` for ``n > 1``, ``DECODE_SEQUENCE + DECODE_CONTEXT k`` for ``n =
+            1``. Not to be written to."""
 
     family: ClassVar[str]
     source: ClassVar[str]
@@ -423,10 +389,8 @@ class LatencyModel(ABC):
 
     @classmethod
     def of(cls, coefficients: Sequence[float]) -> Self:
-        """The model with these :attr:`coefficients`.
-
-        Raises:
-            ValueError: their number is wrong, or one is impossible."""
+        """The model with these coefficients. Raises ValueError if their number or one of them is
+        wrong."""
         if len(coefficients) != len(cls.names):
             raise ValueError(
                 f"a model of the family {cls.family} has {len(cls.names)} coefficients "
@@ -443,8 +407,7 @@ class LatencyModel(ABC):
         return float((self.pieces @ np.array((1.0, *step[:7]))).max())
 
     def parts_s(self, step: StepSample) -> tuple[float, float]:
-        """Fixed part and work of a whole step by its costliest piece, without the factors.
-        ``O(pieces)``."""
+        """Fixed part and work of a step by its costliest piece, without factors. ``O(pieces)``."""
         work = np.array((1.0, *step[:7]))
         piece = int((self.pieces @ work).argmax()) if len(self.pieces) > 1 else 0
         fixed_s = float(self._bare[piece, kernels.FIXED])
@@ -458,8 +421,7 @@ class LatencyModel(ABC):
     def corrected(
         self, correction: float, fixed_correction: float | None = None, spread: float = 0.0
     ) -> Self:
-        """The same model with another correction, of its fixed part, too, and spread. Cheap enough
-        for every step."""
+        """The same model with another correction and spread. Cheap enough for every step."""
         fixed = correction if fixed_correction is None else fixed_correction
         return self._scaled(correction, fixed, self.headroom, spread)
 
@@ -506,11 +468,8 @@ def check_factors(correction: float, headroom: float) -> None:
 
 @dataclass(frozen=True, repr=False)
 class LinearLatency(LatencyModel):
-    """``a + b * new + c * context + d * quadratic`` seconds, where ``new = sum n``, ``context =
-    sum (k + n)`` and ``quadratic = sum n * (k + n / 2)``.
-
-    FairBatching §3.2 without ``d``; the last term is the attention of long prefills, as in ProServe
-    Eq. 5."""
+    """``a + b * sum n + c * sum (k + n) + d * sum n * (k + n / 2)`` seconds: FairBatching §3.2, and
+    with ``d`` the attention of long prefills, as in ProServe Eq. 5."""
 
     family = "linear"
     source = "FairBatching §3.2, with an attention term"
@@ -534,10 +493,7 @@ class LinearLatency(LatencyModel):
 @dataclass(frozen=True, repr=False)
 class PrefillDecodeLatency(LatencyModel):
     """``t_c + sum over prefills (a_p n**2 + b_p n k + c_p n) + sum over decodes (a_d k + b_d)``
-    seconds.
-
-    ProServe §4.1, Eq. 4 to 7, with ``l_q = n``. We read ``l_kv`` as the tokens computed before the
-    step, ``k``; for a decode the other reading moves ``b_d`` by ``a_d``."""
+    seconds: ProServe §4.1, Eq. 4 to 7. We read ``l_kv`` as the tokens computed before the step."""
 
     family = "prefill_decode"
     source = "ProServe §4.1, Eq. 4-7"
@@ -561,10 +517,9 @@ class PrefillDecodeLatency(LatencyModel):
 
 @dataclass(frozen=True, repr=False)
 class RooflineLatency(LatencyModel):
-    """The larger of two lines ``k1 * new tokens + k2 * spec_steps + b``, seconds.
-
-    SLOs-Serve §3.1.1 with its ``l = 2``: one line for computing, one for reading the weights. The
-    paper counts the draft model's steps per batch; here they are a number of the model."""
+    """The larger of two lines ``k1 * new tokens + k2 * spec_steps + b``, seconds: SLOs-Serve
+    §3.1.1, ``l = 2``. The paper counts draft steps per batch; here they are a number of the model.
+    """
 
     family = "roofline"
     source = "SLOs-Serve §3.1.1"

@@ -1,10 +1,8 @@
-"""Latency profiles: step-time models fitted to measured steps, the form that predicts unseen steps
-best, and what is stored of them and sent to the controller.
+"""Latency profiles: step-time models fitted to measured steps, stored and sent to the controller.
 
-Least squares on relative errors, because a plan of 5 ms needs its 5 % as much as one of 200 ms;
-coefficients >= 0; and the worst samples of each kind (with prefills, or decodes alone) left out,
-because a shared machine makes outliers that are not the engine's. Deterministic.
-"""
+Least squares on relative errors, as a plan of 5 ms needs its 5 % as much as one of 200 ms;
+coefficients >= 0; the worst samples of each kind left out, as a shared machine makes outliers that
+are not the engine's. Deterministic."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ KINDS = ("prefill", "decode", "mixed")
 
 
 class StepErrors(NamedTuple):
-    """Relative errors, ``|predicted - real| / real``, over all the steps that were given. ``bias``:
-    all predicted seconds over all real ones, less 1."""
+    """Relative errors ``|predicted - real| / real``; ``bias``: total predicted over total real,
+    less 1."""
 
     steps: int
     mape: float
@@ -44,19 +42,15 @@ class StepErrors(NamedTuple):
 
 
 def kind_of(step: StepSample) -> str:
-    """``decode`` for a step without prefills, ``prefill`` for one without decodes, else
-    ``mixed``."""
+    """``prefill``, ``decode`` or ``mixed``."""
     if not step.prefills:
         return "decode"
     return "mixed" if step.decodes else "prefill"
 
 
 def step_errors(model: LatencyModel, steps: Sequence[StepSample]) -> StepErrors:
-    """The errors of ``model``, with its factors, on ``steps``.
-
-    Raises:
-        ValueError: there are no steps, or one has no time.
-    """
+    """The errors of ``model``, with its factors. Raises ValueError without steps or with a timeless
+    one."""
     if not steps:
         raise ValueError("errors need at least one step")
     real = np.array([step.seconds for step in steps])
@@ -82,13 +76,9 @@ def errors_by_kind(model: LatencyModel, steps: Sequence[StepSample]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """How well a fitted model explains its samples.
-
-    ``mape`` and ``p90_error`` are of ``|predicted - real| / real``; ``r2`` is of the seconds;
-    ``dropped`` counts outliers left out of all three. ``held_out`` is the mean error on steps that
-    a fit had not seen, ``held_out_without_context`` that of ``a + b * new tokens``; ``None``:
-    unknown.
-    """
+    """How well a fit explains its samples, without the ``dropped`` outliers: relative errors, and
+    ``r2`` of the seconds. ``held_out``: mean error on steps that a fit had not seen;
+    ``held_out_without_context``: that of ``a + b * new tokens``; None: unknown."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -103,8 +93,7 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """A fitted model with what it was fitted on, as stored in a JSON file. ``key`` names model,
-    engine version and hardware, for which alone the profile holds."""
+    """A fitted model as stored in JSON, valid for the model, engine and hardware of ``key``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
@@ -115,11 +104,7 @@ class LatencyProfile:
 
     @property
     def model(self) -> LatencyModel:
-        """The model, uncorrected and without head-room.
-
-        Raises:
-            ValueError: there is no such family, or a coefficient is impossible.
-        """
+        """The model without correction or head-room. Raises ValueError if it is impossible."""
         if self.family not in FAMILIES:
             raise ValueError(
                 f"unknown family {self.family!r}; known: {', '.join(sorted(FAMILIES))}"
@@ -137,11 +122,8 @@ class LatencyProfile:
 
     @classmethod
     def from_json(cls, text: str) -> LatencyProfile:
-        """Parse a profile, also one of the older form that has the linear coefficients in fields.
-
-        Raises:
-            ValueError: not JSON, a missing, unknown or mistyped field, or an impossible
-                coefficient; the text says which."""
+        """Parse a profile, also of the older form with the linear coefficients in fields. Raises
+        ValueError, whose text says what is wrong."""
         try:
             fields = TypeAdapter(Any).validate_json(text)
             named = isinstance(fields, dict) and "family" not in fields and "a" in fields
@@ -227,16 +209,10 @@ def fit(
     family: BatchFamily | RequestFamily = "linear",
     trim: float = 0.1,
 ) -> tuple[LatencyModel | InteractionLatency | PolynomialTTFT, FitReport]:
-    """The model of ``family`` that explains ``samples`` best, and how well it does.
-
-    The worst ``trim`` share of each kind of samples by relative error is left out and the rest is
-    fitted again; samples without new tokens or without a time are ignored. ``interaction`` is
-    fitted to the steps that are all fresh prefills or all decodes (002 §4.2), ``polynomial_ttft``
-    to those that are one fresh prefill and nothing else (FlowPrefill), the others to all steps.
-
-    Raises:
-        ValueError: no such family, too few usable samples or none of a kind that the family needs,
-            or ``trim`` outside [0, 0.5]."""
+    """The model of ``family`` that explains ``samples`` best, without the worst ``trim`` share of
+    each kind, and how well it does. ``interaction`` is fitted to steps of fresh prefills or decodes
+    alone (002 §4.2), ``polynomial_ttft`` to single fresh prefills (FlowPrefill). Raises ValueError
+    for an unknown family, too few usable samples, or ``trim`` outside [0, 0.5]."""
     if not 0 <= trim <= 0.5:
         raise ValueError(f"trim must be from 0 to 0.5, got {trim}")
     known = (*FAMILIES, "interaction", "polynomial_ttft")
@@ -255,8 +231,7 @@ def fit(
 def fit_without_context(
     samples: Sequence[StepSample], trim: float = 0.1
 ) -> tuple[LinearLatency, FitReport]:
-    """The ``linear`` model with ``a`` and ``b`` alone, to which FairBatching §3.2 compares its
-    own."""
+    """The ``linear`` model with ``a`` and ``b`` alone: FairBatching §3.2 compares its own to it."""
     found = _fit_one_piece(LinearLatency, _usable(samples), trim, 2)
     return LinearLatency.of(found[0].coefficients), found[1]
 
@@ -342,8 +317,7 @@ def _trimmed(
 
 
 def best_of_each_kind(errors: Floats, prefills: Floats, trim: float) -> Ints:
-    """The indices of the steps without the worst ``trim`` share of those with and without
-    prefills."""
+    """The steps' indices without the worst ``trim`` share of those with and without prefills."""
     kept = []
     for kind in (np.flatnonzero(prefills > 0), np.flatnonzero(prefills == 0)):
         order = kind[np.argsort(errors[kind], kind="stable")]
@@ -371,8 +345,7 @@ def _predict(lines: Floats, design: Floats) -> Floats:
 
 
 def _two_lines(design: Floats, seconds: Floats) -> Floats:
-    """The best found of: the samples split by their tokens at a quartile, a line fitted to each
-    side, each sample assigned to the line that is higher there, and so on until nothing moves."""
+    """The best of fits that split at a quartile, and reassign samples until none moves."""
     line = _one_line(design, seconds)
     best = np.concatenate([line, line])
     least = _squares(best, design, seconds)
@@ -398,10 +371,8 @@ def _squares(lines: Floats, design: Floats, seconds: Floats) -> float:
 
 
 def _one_line(design: Floats, seconds: Floats) -> Floats:
-    """The relative least-squares coefficients under the bound 0, ``float64[1, columns]``: the best
-    of the free optima, one per set of columns, that stay within the bound, on the data's triangular
-    factor.
-    """
+    """Relative least squares with coefficients >= 0, ``float64[1, columns]``: the best of the free
+    optima, one per set of columns, that are >= 0."""
     relative = design / seconds[:, None]
     scale = relative.max(axis=0)
     columns = np.flatnonzero(scale > 0).tolist()
@@ -433,15 +404,9 @@ LEAST_PRICE = 0.1
 
 
 def best_fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LatencyModel, FitReport]:
-    """The ``linear`` or the ``prefill_decode`` model of ``samples``: the latter where its mean
-    error on held-out steps is clearly less, if it has a price for each new token. Deterministic.
-
-    ProServe §4.1 prices prefills and decodes apart (Eq. 4 to 7), FairBatching §3.2 by the same
-    terms. The roofline is left out: it makes the marginal time of a token zero in a part of its
-    range.
-
-    Raises:
-        ValueError: as :func:`fit` of the family ``linear``."""
+    """The ``linear`` model, or ``prefill_decode`` where its held-out error is clearly less and it
+    has a price for each new token. No roofline: it can make a token's marginal time zero. Raises
+    ValueError as ``fit``."""
     model, report = fit(samples, trim=trim)
     chosen: tuple[LatencyModel, FitReport] = (model, report)
     error = held_out_error(samples, fit, trim)
@@ -459,8 +424,7 @@ def best_fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LatencyM
 def held_out_error(
     samples: Sequence[StepSample], fitted: Callable[..., tuple[LatencyModel, Any]], trim: float
 ) -> float | None:
-    """Mean of ``|predicted - real| / real`` over the steps, each predicted by a fit without it,
-    without the worst ``trim`` share of each kind; ``None`` with too few steps."""
+    """Mean relative error, each step predicted by a fit without it; None with too few steps."""
     usable = [step for step in samples if step.new_tokens > 0 and 0 < step.seconds < np.inf]
     part = np.random.default_rng(0).permutation(len(usable)) % FOLDS
     errors = np.zeros(len(usable))

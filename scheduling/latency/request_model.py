@@ -1,5 +1,4 @@
-"""Time of a whole request served without waiting: the predictors of the simulated-annealing paper
-(002 §4.2) and of FlowPrefill (003 §6.4). All times are seconds."""
+"""Seconds of a whole request without waiting: 002 §4.2 and FlowPrefill (003 §6.4)."""
 
 from __future__ import annotations
 
@@ -29,12 +28,8 @@ class Interaction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InteractionLatency:
-    """Prefill, decode and end-to-end time of a request in a batch of a given size, without waiting:
-    002 §4.2, Eq. 14 to 19. The paper states it for batches below 2,000.
-
-    Raises:
-        ValueError: a coefficient that is negative or not finite, all of them zero, or a factor out
-            of range."""
+    """Prefill, decode and end-to-end time of a request by batch size: 002 §4.2, Eq. 14 to 19,
+    stated there for batches below 2,000. Raises ValueError as ``LatencyModel``."""
 
     prefill: Interaction
     decode: Interaction
@@ -54,8 +49,8 @@ class InteractionLatency:
 
     @classmethod
     def of_steps(cls, model: LatencyModel) -> Self:
-        """The times that ``model``, with its factors, gives for batches of equal sequences, without
-        its square term; of several pieces, the largest coefficients."""
+        """For batches of equal sequences, without the square term; the largest coefficients of all
+        pieces."""
         piece = model.pieces.max(axis=0)
         fixed_s = float(piece[kernels.FIXED])
         prefill = Interaction(
@@ -84,8 +79,7 @@ class InteractionLatency:
         return self.correction * self.headroom * self.prefill.seconds(batch, prompt_tokens)
 
     def decode_s(self, batch: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Eq. 16: the decode of ``output_tokens`` in a batch of ``batch``, the sum of Eq. 15 over
-        the growing context, for which its mean stands."""
+        """Eq. 16: the sum of Eq. 15 over the growing context, for which its mean stands."""
         mean_context = prompt_tokens + (output_tokens + 1) / 2
         per_token_s = self.decode.seconds(batch, mean_context)
         return self.correction * self.headroom * output_tokens * per_token_s
@@ -103,14 +97,9 @@ class InteractionLatency:
 
 @dataclass(frozen=True, slots=True)
 class PolynomialTTFT:
-    """``sum coefficients[i] * tokens**i``: the time of a prefill that runs alone.
-
-    FlowPrefill §6.4 fits such a polynomial to offline prefill profiles and states no degree.
-    Coefficients are >= 0 here, so that more tokens never take less time.
-
-    Raises:
-        ValueError: a coefficient that is negative or not finite, none above zero, or a factor out
-            of range."""
+    """``sum coefficients[i] * tokens**i``: the time of a prefill that runs alone (FlowPrefill §6.4,
+    no degree stated). Coefficients are >= 0, so that more tokens never take less time. Raises
+    ValueError as ``LatencyModel``."""
 
     coefficients: tuple[float, ...]
     correction: float = 1.0
@@ -121,8 +110,7 @@ class PolynomialTTFT:
 
     @classmethod
     def of_steps(cls, model: LatencyModel) -> Self:
-        """The time that ``model``, with its factors, gives for one prefill of a fresh prompt; of
-        several pieces, the largest coefficients."""
+        """For one prefill of a fresh prompt; the largest coefficients of all pieces."""
         piece = model.pieces.max(axis=0)
         fixed_s = float(piece[kernels.FIXED] + piece[kernels.PREFILL_SEQUENCE])
         per_token_s = float(piece[kernels.PREFILL_TOKENS])

@@ -1,7 +1,6 @@
-"""Speculative decoding: how often drafts are right, and how many of them a batch checks.
-
-Source: SLOs-Serve §3.2.3 and appendix D. More tokens per decode step let a batch take longer within
-the decodes' TPOT, so that more of it is prefill, at the price of tokens that are not accepted."""
+"""How often drafts are right, and how many of them a batch checks: SLOs-Serve §3.2.3, appendix D.
+More tokens per decode step let batches be longer, with more prefill, at the price of rejected
+tokens."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -55,13 +54,10 @@ class Decodes(NamedTuple):
     """Running decodes, one entry of each array per decode.
 
     Attributes:
-        left_s: time until its next token is due.
         tpot_s: infinite where it has none; then it takes the length that costs least.
-        credit_s: by how much a batch may be longer for each drafted token that is expected to be
-            accepted; in the paper the TPOT.
+        credit_s: longer batch for each drafted token expected to be accepted; in the paper the
+            TPOT.
         alpha: probability that a drafted token is accepted if those before it are.
-        context: computed tokens.
-        most: longest length.
         binds: whether the batch must be short enough for its TPOT."""
 
     left_s: Floats
@@ -75,8 +71,7 @@ class Decodes(NamedTuple):
 
 @compiled
 def accepted_tokens(length: float, alpha: float) -> float:
-    """Expected output of a step that runs ``length`` tokens of a decode: ``Acc(length) =
-    (1 - alpha**length) / (1 - alpha)``."""
+    """``Acc(length) = (1 - alpha**length) / (1 - alpha)``: expected output of a decode's step."""
     return (1.0 - alpha**length) / (1.0 - alpha)
 
 
@@ -138,14 +133,12 @@ def lengths_work_s(pieces: Floats, lengths: Ints, context: Floats) -> Floats:
 def for_prefills(
     pieces: Floats, decodes: Decodes, floor_s: float, draft_s: float
 ) -> tuple[float, Ints]:
-    """The lengths that leave most to prefill, and its tokens per second.
+    """The lengths that leave most to prefill, and its tokens per second. ``O(decodes * lengths *
+    log)``.
 
-    Of each second, batches of ``T`` lose ``(fixed + draft_s * (longest - 1)) / T``, and a decode
-    that keeps its TPOT takes ``work(length) / (Acc(length) TPOT)``. Some decode binds ``T``; each
-    other one takes, of the lengths that keep its TPOT in batches of ``T``, the one that costs least
-    per token. So ``T`` walks up through the values at which a decode needs one token more, up to
-    where one that binds can give no more; it is not below ``floor_s``.
-    ``O(decodes * lengths * log)``."""
+    Batches of ``T`` lose ``(fixed + draft_s * (longest - 1)) / T`` of each second, and a decode
+    takes ``work(length) / (Acc(length) TPOT)``. ``T`` walks up from ``floor_s`` through the values
+    at which a decode needs one token more, until one that binds can give no more."""
     left_s, tpot_s, credit_s, alpha, context, most, binds = decodes
     count = left_s.shape[0]
     highest_s = inf
@@ -217,8 +210,7 @@ def _count_in(
 
 @compiled
 def _prefill_rate(pieces: Floats, load: Floats, batch_s: float, draft_s: float) -> float:
-    """Prefill tokens per second beside batches of ``batch_s``; negative where decodes do not
-    fit."""
+    """Prefill tokens per second beside batches of ``batch_s``; < 0: decodes do not fit."""
     fewest = inf
     for piece in range(pieces.shape[0]):
         spare = 1.0 - load[piece]
@@ -234,11 +226,9 @@ def _prefill_rate(pieces: Floats, load: Floats, batch_s: float, draft_s: float) 
 
 @compiled
 def for_decodes(pieces: Floats, decodes: Decodes, draft_s: float) -> tuple[float, Ints]:
-    """Where no prefill waits: the lengths that give most output per second, and that rate.
-
-    A step checks every drafted token whose chance of counting is at least some ``theta``, and the
-    best of :data:`STEPS` values of it is taken. A decode that binds and would fall behind in a step
-    of that time takes the least length with which it does not. ``O(decodes)`` for each value."""
+    """Where no prefill waits: the lengths that give most output per second, and that rate. A step
+    checks each drafted token whose chance to count is at least the best of ``STEPS`` thresholds;
+    decodes that bind and would fall behind check more. ``O(decodes)`` for each threshold."""
     left_s, _, credit_s, alpha, context, most, binds = decodes
     count = alpha.shape[0]
     best, best_s, chosen = -inf, 0.0, np.ones(count, np.int64)
@@ -295,19 +285,16 @@ MEMORY_TRIALS = 256.0
 """About how many of the latest trials of a class count."""
 
 FADING_STEPS = 1000
-"""Steps after which a class of which nothing is checked has lost all but ``exp(-1)`` of its
-evidence, so that it is tried again."""
+"""Unchecked steps until a class keeps ``exp(-1)`` of its evidence, so that it is tried again."""
 
 MAX_CLASSES = 1024
 """Most service classes that are followed; the one heard of longest ago goes first."""
 
 
 class AcceptanceRates:
-    """Probability that a drafted token is right if those before it are, learned by service class.
-
-    ``k`` accepted of more are ``k`` successes and one failure (drafts behind the wrong one say
-    nothing); the rate is the share of successes, beside a prior of :data:`PRIOR_ACCEPTANCE`. Memory
-    is bounded by :data:`MAX_CLASSES`. Not thread-safe."""
+    """Probability that a drafted token is right if those before it are, by service class: the share
+    of successes, beside a prior of ``PRIOR_ACCEPTANCE``; drafts behind a wrong one say nothing.
+    Keeps at most ``MAX_CLASSES``. Not thread-safe."""
 
     def __init__(self) -> None:
         self._learned: OrderedDict[str, list[float]] = OrderedDict()
@@ -318,11 +305,8 @@ class AcceptanceRates:
         return (PRIOR_ACCEPTANCE * PRIOR_TRIALS + accepted) / (PRIOR_TRIALS + trials)
 
     def observe(self, service_class: str, checked: int, accepted: int) -> None:
-        """One step of a decode for which something was drafted; with 0 ``checked`` what is known
-        fades.
-
-        Raises:
-            ValueError: not ``0 <= accepted <= checked``."""
+        """One step of a decode with drafts; with 0 ``checked`` what is known fades. Raises
+        ValueError unless ``0 <= accepted <= checked``."""
         if not 0 <= accepted <= checked:
             raise ValueError(
                 f"accepted must be from 0 to checked, got {accepted} and {checked} checked"
@@ -343,8 +327,8 @@ class AcceptanceRates:
 
 
 CREDIT = 0.5
-"""Share of a TPOT by which a batch may be longer for each drafted token that is expected to be
-accepted. With all of it, as in the paper, every second window of tokens falls behind."""
+"""Share of a TPOT added to a batch per drafted token expected to be accepted. With all of it, as in
+the paper, every second window of tokens falls behind."""
 
 
 USABLE = 0.9
@@ -355,12 +339,10 @@ class Lengths(NamedTuple):
     """How many drafted tokens a batch may check, by row of a queue.
 
     Attributes:
-        drafts: ``int64[n]``, drafted tokens that the row's decode step checks; 0 for a prefill.
-        output: ``float64[n]``, tokens that the step is expected to give: 1 without drafts.
-        credit_s: ``float64[n]``, how much later than its next token the step of a decode may end: 0
-            without a TPOT, else :data:`CREDIT` of it for each token beyond the first, less what a
-            short window is behind.
-        work_s: ``float64[n]``, predicted marginal time of the step; 0 for a prefill."""
+        output: tokens that the step is expected to give: 1 without drafts.
+        credit_s: how much later than its next token a decode's step may end: ``CREDIT`` of the TPOT
+            for each token beyond the first, less what a short window is behind.
+        work_s: predicted marginal time of the step; 0 for a prefill."""
 
     drafts: Ints
     output: Floats
@@ -406,16 +388,10 @@ class Speculation(ABC):
         useful_s: float = 0.0,
         held: Mask | None = None,
     ) -> Lengths:
-        """Lengths for the next batch of ``queue``.
-
-        Where prefill waits, drafts take at most half of the tokens that the decodes' own ones leave
-        of the batch; those of best-effort decodes take of what is left then.
-
-        Args:
-            tokens: the engine's token limit of a batch.
-            draft_s: time that a batch takes for each drafted token of its longest length, seconds.
-            useful_s: a TPOT below it can be held in no useful batch and counts for nothing.
-            held: rows whose TPOT the batch's time goes by; default: none."""
+        """Lengths for the next batch. Where prefill waits, drafts take at most half of the tokens
+        left by decodes; best-effort ones come last. A TPOT below ``useful_s`` counts for nothing.
+        ``draft_s``: seconds for each drafted token of the longest length; ``held``: rows whose TPOT
+        bounds the batch."""
         table = queue.table
         prefill = is_prefill(table)
         rows = np.flatnonzero(~prefill & (table[:, RUNNING] > 0))
@@ -484,15 +460,9 @@ class _Decodes(NamedTuple):
 
 
 class AdaptiveLengths(Speculation):
-    """The lengths that leave most to prefill, or where none waits, that give most output.
-
-    - While prefill waits, :func:`for_prefills` finds the batch time and the lengths that keep the
-      TPOT of those whose TPOT counts. One that is behind has less time left, so it binds earlier or
-      takes a longer length. One that could not be held with its longest length binds nothing.
-    - A decode without a TPOT that counts takes the length that costs the least per expected token,
-      often no draft at all.
-    - While no prefill waits, all get the lengths of :func:`for_decodes`, or longer ones where a
-      TPOT needs it."""
+    """The lengths of ``for_prefills`` while prefill waits, else of ``for_decodes``. A decode that
+    is behind takes longer lengths; one that even its longest could not hold binds nothing; one
+    whose TPOT does not count takes the length of least cost per expected token."""
 
     def _lengths(
         self,
@@ -542,19 +512,15 @@ class AllDrafts(Speculation):
 
 
 class RecentPaces:
-    """How far decodes are behind their TPOT over their latest tokens.
-
-    The lateness of each token or group of tokens is summed up, early ones reduce the sum, and it is
-    never below 0: a decode is behind by the largest lateness of any run of tokens that ends with
-    its latest one."""
+    """How far decodes are behind their TPOT: the largest lateness of any run of tokens that ends
+    with the latest one."""
 
     def __init__(self) -> None:
         self._keys: Ints = np.empty(0, np.int64)
         self._seen: Floats = np.empty((3, 0))
 
     def behind_s(self, keys: Ints, decodes: Floats) -> Floats:
-        """Seconds of the decodes in these rows, 0 where nothing is late. Asking again changes
-        nothing."""
+        """Seconds of the decodes in these rows, 0 where nothing is late."""
         emitted, last_s = decodes[:, EMITTED], decodes[:, LAST_TOKEN]
         behind_s = np.zeros(len(keys))
         if len(self._keys):

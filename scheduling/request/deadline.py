@@ -1,8 +1,6 @@
-"""When the next token of a request is due, also after a failure, which TPOT an end-to-end time
-sets, and whether a request needs a prefill: one rule each, for plans, reports, gains and clocks.
-
-Plain Python on numbers, which :mod:`sluice.scheduling.request.kernels` compiles. An objective that
-is not stated is infinite, an unknown time is nan. Sources: FairBatching §3.1 and ProServe Eq. 3."""
+"""When the next token is due, what TPOT an end-to-end time sets, and whether a prefill is needed:
+one rule each (FairBatching §3.1, ProServe Eq. 3). Plain Python that ``request.kernels`` compiles.
+An objective that is not stated is infinite, an unknown time is nan."""
 
 from __future__ import annotations
 
@@ -25,10 +23,9 @@ def next_due_s(
     last_token_s: float,
     anchor: int,
 ) -> float:
-    """Deadline of the token after ``emitted`` ones, on the clock of ``arrival_s``.
-
-    Our reading: without TTFT the first token is due by the end-to-end deadline, and the later ones
-    start from the first token's real time; no token is due after the end-to-end deadline."""
+    """Deadline of the token after ``emitted`` ones, on the clock of ``arrival_s``. Our reading:
+    without TTFT the first token is due by the end-to-end deadline, which bounds every token's;
+    later ones start from its real time."""
     due_s = arrival_s + ttft_s
     if emitted > 0:
         # A time that is not known is nan: it compares as false, also with itself.
@@ -42,9 +39,8 @@ def next_due_s(
 
 
 def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[float, float]:
-    """The TTFT and the TPOT, seconds, that hold an end-to-end objective, too, with an output of
-    ``tokens``: the first token comes earlier than its TTFT if the others need it, but has half of
-    the whole time at least."""
+    """The TTFT and the TPOT, seconds, that also hold an end-to-end objective with ``tokens`` of
+    output: the TTFT shrinks if the others need it, to half of the whole time at least."""
     later = tokens - 1.0
     if e2e_s == inf:
         return ttft_s, tpot_s
@@ -56,14 +52,12 @@ def paced(ttft_s: float, tpot_s: float, e2e_s: float, tokens: float) -> tuple[fl
 
 
 def resumed_ttft_s(ttft_s: float, tpot_s: float, emitted: float, waited_s: float) -> float:
-    """The TTFT of the rest of a request that another replica resumes after ``emitted`` tokens at
-    the age ``waited_s``: its next token is due by the objective, or as soon as that of a new
-    request."""
+    """The TTFT of a request resumed after ``emitted`` tokens at the age ``waited_s``: by its
+    objective, or as soon as a new request's."""
     due_s = ttft_s + emitted * tpot_s if tpot_s < inf else 0.0
     return max(due_s, waited_s + ttft_s)
 
 
 def needs_prefill(emitted: float, pending: float) -> bool:
-    """Whether the next token needs more than a decode step: there is no output yet, or the KV was
-    lost."""
+    """Whether the next token needs more than a decode step: no output yet, or the KV was lost."""
     return emitted == 0 or pending > 1

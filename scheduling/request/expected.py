@@ -1,5 +1,4 @@
-"""What the expected lengths of outputs make of requests, in the same way for admission and
-replicas: TPOTs, and claims on memory."""
+"""Expected output lengths as TPOTs and claims on memory, the same for admission and replicas."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -24,14 +23,12 @@ from sluice.scheduling.request.kernels import (
 )
 
 CLAIM = np.dtype([("blocks", "<f8"), ("held", "<f8"), ("left", "<f8"), ("tpot_s", "<f8")])
-"""What a request will need of memory: KV blocks beyond those that it holds, and output tokens left.
-"""
+"""KV blocks that a request needs beyond those that it holds, and output tokens left."""
 
 
 @compiled
 def whole(tokens: float, emitted: float) -> float:
-    """Length of an output that is expected to have ``tokens``; one that has that many is to double
-    it."""
+    """Expected output length; an output that has reached ``tokens`` is to double it."""
     return tokens if emitted < tokens else 2.0 * emitted
 
 
@@ -44,21 +41,17 @@ def claim(
     block_tokens: float,
     total: float,
 ) -> float:
-    """KV blocks beyond the ``held`` ones for an output of ``tokens``; at most the ``total``
-    number."""
+    """KV blocks beyond the ``held`` ones for an output of ``tokens``, at most ``total``."""
     length = prompt + whole(tokens, emitted)
     return max(0.0, min(ceil(length / block_tokens), total) - held)
 
 
 @compiled
 def peak(claims: Any, block_tokens: float) -> float:
-    """The most KV blocks that requests with these :data:`CLAIM` will need at a time beyond those
-    that they hold. ``O(n log n)``.
-
-    A request needs its whole claim at its end only, and frees it then. Decodes of the tightest TPOT
-    run in every batch, so they grow alike; each of the others counts with its whole claim until its
-    last token is due. One without a TPOT has no end. After a later request with a tighter TPOT,
-    earlier guarantees may need more blocks than was found then."""
+    """The most KV blocks that requests with these ``CLAIM`` will need at a time beyond those they
+    hold. ``O(n log n)``. Decodes of the tightest TPOT grow alike; each other one counts with its
+    whole claim until its last token is due, or to the end without a TPOT. A later, tighter TPOT may
+    raise it."""
     tightest_s = inf
     for each in claims:
         tightest_s = min(tightest_s, each.tpot_s)
@@ -85,8 +78,7 @@ def peak(claims: Any, block_tokens: float) -> float:
 
 @compiled
 def pace_rows(table: Floats, tokens: Floats) -> None:
-    """Give the rows of a queue the TTFT and the TPOT of :func:`paced`, with outputs of ``tokens``,
-    or one more than have left."""
+    """Give rows the times of ``paced`` for outputs of ``tokens``, or one more than have left."""
     for row in range(table.shape[0]):
         table[row, TTFT], table[row, TPOT] = paced(
             table[row, TTFT],

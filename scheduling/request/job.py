@@ -51,37 +51,29 @@ INVALID_QUERY = "invalid_query"
 
 
 class Tier(enum.StrEnum):
-    """How a request is served: its objective is guaranteed, or it runs on the capacity that
-    guaranteed requests leave."""
+    """Its objective is promised, or it runs on the capacity that promised requests leave."""
 
     GUARANTEED = "guaranteed"
     BEST_EFFORT = "best-effort"
 
 
 class RouteQuery(NamedTuple):
-    """A request to place.
+    """A request to place. Keys and hashes have 63 bits; 0: none or unknown.
 
     Attributes:
-        key: its 63-bit key.
         prompt_tokens: an estimate: the edge does not tokenise.
-        waited_s: its age at the edge when the query was made.
-        tiers: the tiers that it may be served in. With both, it is guaranteed if possible.
+        tiers: the tiers that it may be served in. With both, it is promised if possible.
         output_tokens: maximum output length; 0 if unknown.
-        session: 63-bit hash of its session, such as a conversation; 0 for none.
-        prefix: 63-bit hashes of its prompt's first chunks, each covering all chunks before it, see
-            :mod:`sluice.scheduling.fleet.prefix`.
+        prefix: hashes of the prompt's first chunks, each of all before it (``fleet.prefix``).
         request_id, client_request_id: for tracing by people; no policy reads them.
-        prefill_key: 63-bit key of its prefill, if another replica than the decode replica may
-            compute it; 0: one replica must serve it whole.
+        prefill_key: of its prefill, if another replica may compute it; 0: one replica serves it
+            whole.
         avoid: replicas that have failed this request; left out if there are others.
-        tenant: 63-bit hash of its tenant; 0: unknown. weight: of the tenant's share, > 0.
-        moves_from: the replica that has this guaranteed request and is predicted to miss its first
-            token (:mod:`sluice.controller.state.mirror`): it moves to one that can guarantee the
-            rest, or stays. Empty for any other request.
-        brings_kv: it is a stream that runs at ``moves_from``, which transfers its KV
-            (:mod:`sluice.scheduling.placement.migration`).
-        elsewhere: another cell can be asked (:mod:`sluice.scheduling.placement.cells`): a guarantee
-            that is not possible is then declined, and nothing is counted or reserved.
+        moves_from: the replica that has this promised request and is predicted to miss its first
+            token: it moves if another can promise the rest. Empty for any other request.
+        brings_kv: a stream that runs at ``moves_from``, which transfers its KV.
+        elsewhere: another cell can be asked: an impossible promise is declined, and nothing is
+            counted.
         only: Serve's replicas, one of which must serve it; empty: any."""
 
     key: Key
@@ -105,47 +97,34 @@ class RouteQuery(NamedTuple):
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
-    """When its first token is due: by its TTFT, and early enough that the expected output ends by
-    its end-to-end objective."""
+    """By its TTFT, and early enough that the expected output ends by its end-to-end objective."""
     ttft_s, tpot_s, e2e_s, _ = query.slo.columns
     return now_s - query.waited_s + paced(ttft_s, tpot_s, e2e_s, output_tokens)[0]
 
 
 Replicas = tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_]]
-"""The replicas of a :class:`Job` for compiled loops: ``rows``, ``cached_tokens``, ``work_s``,
-``lead_s`` and ``splits``."""
+"""The replicas of a ``Job``, for compiled loops."""
 
 Stated = tuple[float, float, float, float, float, float, float, float, float, bool]
-"""What a :class:`Job` and its query state, for compiled loops: ``now_s``, ``due_s``, ``waited_s``,
-``tpot_s``, ``priority``, ``prompt_tokens``, ``output_tokens``, ``reserve_tokens``, ``worthier_s``
-and ``moved``."""
+"""The scalars of a ``Job`` and its query, for compiled loops."""
 
 _NO_STAGES: Floats = np.empty((0, 2))
 
 
 class Job(NamedTuple):
-    """A query, with its work on each replica that may serve or prefill it.
-
-    If the request may be split into a P/D pair, the job has the mixed replicas, which serve it
-    whole, and the prefill ones; a second job (``moved``) has the decode phase on each decode
-    replica.
+    """A query, with its work on each replica that may serve or prefill it. One that may be split
+    has the mixed and the prefill replicas; a second job (``moved``) has the decode phase on the
+    decode ones.
 
     Attributes:
-        now_s: the time of the decision, on the fleet's clock.
         rows: ``int64[n]``, rows of the fleet, ascending; never empty where a policy sees it.
         cached_tokens: ``float64[n]``, prompt tokens that each has in its KV cache or loads.
         work_s: ``float64[n]``, predicted prefill time of the uncached tokens on each.
-        due_s: when its first token is due; infinite if no time is stated.
-        output_tokens: expected length of its output.
-        lead_s: ``float64[n]``, predicted time from the end of its prefill there to its first token
-            on the decode replica; of the transfer of a stream that moves; of loading KV from the
-            host.
+        lead_s: ``float64[n]``, predicted time from the end of its prefill to its first token on the
+            decode replica; of the transfer of a stream that moves; of loading KV from the host.
         splits: ``bool[n]``, whether each would compute only its prompt.
-        moved: whether another replica computes its prompt and transfers the KV.
-        reserve_tokens: a guarantee must leave capacity for one more request with a prompt of this
-            length, see :mod:`sluice.scheduling.tenancy.fair_shares`.
-        worthier_s: work of prefills on each replica that is expected to come later, be due before
-            this one and be worth more, see :mod:`sluice.scheduling.autoscaling.load`."""
+        reserve_tokens: a promise must leave capacity for one more prompt of this length.
+        worthier_s: work on each replica expected to come later, be due sooner and be worth more."""
 
     query: RouteQuery
     now_s: float
@@ -206,30 +185,23 @@ class RouteDecision(NamedTuple):
     """The decision on a query.
 
     Attributes:
-        replica_id: where the request goes; ``None``: nowhere, and ``reason`` says why.
-        reason: ``placed``; ``unattainable``: no replica can guarantee its objective, and it may not
+        replica_id: where the request goes; None: nowhere, and ``reason`` says why.
+        reason: ``placed``; ``unattainable``: no replica can promise its objective, and it may not
             be best effort; ``declined``: another cell can be asked; ``stays``: no other replica can
-            guarantee the rest of its objective; ``no_replica``: none has reported recently;
-            ``invalid_query``.
-        tier: its tier at the replica; ``None`` if admission is off: nothing is guaranteed.
-        predicted_ttft_s: from the decision to its first token, if that is guaranteed: admission's
-            prediction. With ``starts_in_s`` it is predicted, not guaranteed.
-        retry_after_s: if ``unattainable``: time until it should retry, see
-            :mod:`sluice.scheduling.placement.retry_after`; ``None`` if there will never be
-            capacity.
-        prefill_id: the replica that computes its prompt first and transfers the KV to
-            ``replica_id``; ``None``: ``replica_id`` serves it whole.
-        kv_transfer_s: predicted time from the end of the prefill to the first token, by which the
-            prefill is due earlier; for a stream that moves, of its transfer.
-        over_share: it could have been guaranteed, but its tenant is over its share.
-        planned: if guaranteed: the times for which it is planned, by which the replica schedules,
-            see :mod:`sluice.scheduling.placement.calibration`; instead of an end-to-end time its
-            shares.
-        room_s: if ``unattainable``: the predicted time until there is capacity, without new
-            arrivals. A request that waits at the edge asks again by it.
-        starts_in_s: if the model has no replica and may have none: predicted time until the first
-            one serves; see :mod:`sluice.scheduling.placement.cold_start`.
-        level: if guaranteed: the share of such guarantees that is to be kept."""
+            promise the rest; ``no_replica``: none has reported recently; ``invalid_query``.
+        tier: None if admission is off: nothing is promised.
+        predicted_ttft_s: from the decision to its first token, if promised or with ``starts_in_s``.
+        retry_after_s: if ``unattainable``; None if there will never be capacity.
+        prefill_id: the replica that computes its prompt and transfers the KV; None: none.
+        kv_transfer_s: predicted time from the end of the prefill to the first token; the prefill is
+            due earlier by it. For a stream that moves, of its transfer.
+        over_share: it could have been promised, but its tenant is over its share.
+        planned: if promised: the times by which the replica schedules (``placement.calibration``).
+        room_s: if ``unattainable``: predicted time until there is capacity, without new arrivals. A
+            request that waits at the edge asks again by it.
+        starts_in_s: predicted time until the model's first replica serves
+            (``placement.cold_start``).
+        level: if promised: the share of such promises that is to be kept."""
 
     replica_id: str | None
     reason: str

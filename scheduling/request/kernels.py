@@ -1,5 +1,5 @@
-"""Compiled loops over the rows of a queue, one ``float64[requests, FIELDS]`` array. Token and block
-counts are whole numbers far below 2**53, so they are exact in it."""
+"""Compiled loops over a queue, ``float64[requests, FIELDS]``, in which counts below 2**53 are
+exact."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
@@ -92,15 +92,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compile ``function`` with numba when it is first called, and keep the machine code on disk.
-
-    It is kept in ``NUMBA_CACHE_DIR`` where that is set, else beside the source, or in the user's
-    cache directory; where none can be written, each process compiles again. It is used as long as
-    no module has changed that the one of ``function`` imports; numba alone would look at its own
-    file only.
-
-    A number counts as what its annotation says, so an integer where others pass a float does not
-    compile the function again. It costs some 50 us more than a float."""
+    """Compile ``function`` with numba at its first call, and keep the machine code on disk
+    (``NUMBA_CACHE_DIR``, beside the source, or the user's cache) until a module changes that its
+    own imports; numba alone would look at its own file only. Numbers are converted to their
+    annotated types, so that an integer compiles nothing again; that costs some 50 us."""
     wanted = config.CACHE_DIR or str(Path(function.__code__.co_filename).parent)
     try:
         made = njit(cache=True, nogil=True)(function)
@@ -147,10 +142,7 @@ _NUMBERS: dict[Any, Callable[[Any], Any]] = {float: float, int: operator.index, 
 
 
 def _annotated(value: Any, hint: Any) -> Any:
-    """``value`` with each number of the type that its annotation says.
-
-    Raises:
-        TypeError: it is none, or not a whole one where an integer is wanted."""
+    """``value`` with each number of its annotated type. Raises TypeError if it is not one."""
     if isinstance(value, tuple):
         hints = _hints(type(value)).values() or get_args(hint)
         made = tuple(map(_annotated, value, hints))
@@ -160,8 +152,7 @@ def _annotated(value: Any, hint: Any) -> Any:
 
 @compiled
 def work_s(coefficients: Floats, new_tokens: float, computed_tokens: float) -> float:
-    """Marginal time of ``new_tokens`` on ``computed_tokens`` by one piece,
-    ``float64[COEFFICIENTS]``."""
+    """Marginal seconds of ``new_tokens`` on ``computed_tokens`` by one piece."""
     if new_tokens == 1.0:
         return coefficients[DECODE_SEQUENCE] + coefficients[DECODE_CONTEXT] * computed_tokens
     return (

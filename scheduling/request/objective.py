@@ -1,8 +1,6 @@
-"""What a request is guaranteed, how its tokens are judged, and what keeping the guarantee is worth.
-
-Times are seconds on one monotonic clock of the caller's choice. Sources: the per-token deadline is
-FairBatching §3.1 and ProServe Eq. 3; the token-level deadline gain (TDG) is ProServe Eq. 3.
-"""
+"""What a request is promised, how its tokens are judged (FairBatching §3.1), and what a kept
+promise is worth (TDG, ProServe Eq. 3). Times are seconds on one monotonic clock of the caller's
+choice."""
 
 from __future__ import annotations
 
@@ -35,24 +33,19 @@ WINDOW_TOKENS: Final = 10
 
 
 LEAST_PACE_TOKENS: Final = 8
-"""Minimum tokens to judge the TPOT of a running stream: with fewer, one slow step makes it look
-late."""
+"""Tokens from which a stream's TPOT is judged: with fewer, one slow step makes it look late."""
 
 
 class TPOTAnchor(enum.StrEnum):
-    """From where to where TPOT is measured. ``t_i`` is when token ``i`` (1-based) left.
+    """How TPOT is measured, where token ``i`` (1-based) left at ``t_i``.
 
-    ``MEAN``: from the first token to the last, ``(t_n - t_1) / (n - 1)``; ProServe.
+    - ``MEAN``: ``(t_n - t_1) / (n - 1)``; ProServe.
+    - ``RUNNING_MAX``: the largest ``(t_i - t_1) / (i - 1)``; FairBatching §5.1.
+    - ``WINDOW``: the largest mean over 10 tokens, ``(t_(i+10) - t_i) / 10``; SLOs-Serve §6. Fewer
+      than 11 tokens are one window.
 
-    ``RUNNING_MAX``: the largest ``(t_i - t_1) / (i - 1)``. FairBatching §5.1: "the max TPOT value
-    among all output tokens of the request".
-
-    ``WINDOW``: the largest mean over 10 tokens, ``(t_(i+10) - t_i) / 10``; SLOs-Serve §6. Windows
-    begin at every token; a stream of fewer than 11 tokens is one window.
-
-    Tokens that leave at one time are a *group*, each with its own place ``i``: the running maximum
-    is set by the first token of a group, and a window goes from the end of one group to the end of
-    the nearest one that is at least 10 tokens later, over all tokens between."""
+    Tokens that leave at one time are a *group*: its first token sets the running maximum, and a
+    window goes from the end of one group to that of the nearest at least 10 tokens later."""
 
     MEAN = "mean"
     RUNNING_MAX = "running_max"
@@ -74,8 +67,7 @@ class TPOTMeter:
         self._ends: deque[tuple[int, float]] = deque()
 
     def emit(self, tokens: int, now_s: float) -> None:
-        """``tokens`` (>= 0) left at ``now_s``, which counts as the last time if it is before
-        that."""
+        """A ``now_s`` before the last time counts as the last time."""
         if tokens <= 0:
             return
         if self.first_token_s is None or self.last_token_s is None:
@@ -159,14 +151,11 @@ MAX_PRIORITY = 10
 class Anchor(enum.StrEnum):
     """Where the deadlines of the tokens after the first one start from.
 
-    ``ENVELOPE``: ``arrival + TTFT + (i - 1) * TPOT``: an early first token buys slack for the later
-    ones. Right for TDG.
-
-    ``FIRST_TOKEN``: ``min(first token time, arrival + TTFT) + (i - 1) * TPOT``. Right where TPOT is
-    measured as the running mean or maximum since the first token. ProServe's footnote 2.
-
-    ``LAST_TOKEN``: one TPOT after the token before. Right where the time between tokens, or TPOT
-    over a short window of tokens, is the objective."""
+    - ``ENVELOPE``: ``arrival + TTFT + (i - 1) * TPOT``: an early first token buys slack; for TDG.
+    - ``FIRST_TOKEN``: ``min(first token time, arrival + TTFT) + (i - 1) * TPOT``: for the running
+      mean or maximum (ProServe's footnote 2).
+    - ``LAST_TOKEN``: one TPOT after the token before: for the time between tokens and short
+      windows."""
 
     ENVELOPE = "envelope"
     FIRST_TOKEN = "first_token"
@@ -182,19 +171,9 @@ _ANCHOR_CODES = {Anchor.ENVELOPE: ENVELOPE, Anchor.FIRST_TOKEN: FIRST, Anchor.LA
 
 
 class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """The latency objective of one request, and its worth: one object from the edge to the engine.
-    Times are seconds from arrival, TPOT per output token after the first; ``None`` means no
-    objective.
-
-    Attributes:
-        priority: weight of the request's tokens in the gain, an integer from 1 to 10 (ProServe's
-            ``w_prio``).
-        service_class: the name of the service class it is served as.
-        stages: objectives of its parts, in order, see :meth:`of_stages`; empty: it has one part.
-
-    Raises:
-        ValueError: an objective that is not positive and finite, a priority out of range, an
-            unknown anchor, or stages that are none."""
+    """The latency objective of one request, and its worth, from the edge to the engine. Seconds
+    from arrival, TPOT per output token after the first; None: no objective. ``priority``: 1 to 10,
+    the weight in the gain (ProServe's ``w_prio``). Raises ValueError for a value out of range."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -250,11 +229,8 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
         service_class: str = "standard",
         tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN,
     ) -> Self:
-        """The objective of a request of stages, at least one, which counts before it begins as
-        :func:`~sluice.scheduling.request.stages.strictest` says; ``e2e_s`` is of the whole request.
-
-        Raises:
-            ValueError: see :class:`SLO`."""
+        """Of at least one stage; before it begins it counts as ``stages.strictest`` says; ``e2e_s``
+        is of the whole. Raises ValueError as ``SLO``."""
         check_stages(stages)
         times_s = strictest(stages, e2e_s)
         return cls(*times_s, priority, service_class, tpot_anchor, tuple(stages))
@@ -262,8 +238,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def late(
         self, ttft_s: float | None, tpot_s: float | None, tokens: int
     ) -> tuple[float | None, float | None]:
-        """Of the TTFT and the TPOT of a running request, seconds, those that are late by now, else
-        ``None``."""
+        """TTFT and TPOT of a running request, seconds, each None unless it is late by now."""
         ttft_due_s, tpot_due_s, _, _ = self.columns
         if tokens < LEAST_PACE_TOKENS:
             tpot_s = None
@@ -273,9 +248,8 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
         )
 
     def with_times(self, times_s: Sequence[float | None]) -> SLO:
-        """The same objective with other times, seconds; those of its stages are scaled in
-        proportion. A time that it did not state before is that of the first stage (TTFT) or of
-        every stage (TPOT)."""
+        """The same with other times, seconds; those of stages scale in proportion. A time not
+        stated before is that of the first stage (TTFT) or of every stage (TPOT)."""
         if tuple(times_s) == self.times_s:
             return self
         ttft_s, tpot_s, e2e_s = times_s
@@ -298,9 +272,8 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return replace(self, ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, stages=())
 
     def at_stage(self, number: int, elapsed_s: float) -> SLO:
-        """What an engine works by in a stage that begins ``elapsed_s`` after the arrival: the
-        stage's objective, no later than the end of the whole. A stage that continues decoding and
-        states no TTFT has one TPOT for its first token."""
+        """The stage's objective when it begins ``elapsed_s`` after arrival, within the end of the
+        whole. One that continues decoding without a TTFT has one TPOT for its first token."""
         if not self.stages:
             return self
         stage = self.stages[number]
@@ -337,8 +310,7 @@ def _anchor_of(value: str) -> TPOTAnchor:
 
 @dataclass(frozen=True, slots=True)
 class GainWeights:
-    """Weights of a first and of a later token in the TDG gain (ProServe's ``w_p`` and ``w_d``): in
-    the paper, the data set's mean input and output length."""
+    """ProServe's ``w_p`` and ``w_d``: in the paper, the data set's mean input and output length."""
 
     first: float = 1.0
     later: float = 1.0
@@ -346,8 +318,7 @@ class GainWeights:
 
 @dataclass(slots=True)
 class EarnedGain:
-    """Gain of the first and of the later tokens that left in time, and had every one been in time
-    (ProServe Eq. 3)."""
+    """Gain of first and later tokens in time, and had all been in time (ProServe Eq. 3)."""
 
     first: float = 0.0
     later: float = 0.0
@@ -359,8 +330,7 @@ _EVEN_WEIGHTS: Final = GainWeights()
 
 
 class TokenClock(TPOTMeter):
-    """Follows one request's emissions against its objective: TTFT, TPOT, gain and attainment.
-    ``O(1)`` per token and in memory."""
+    """Follows one request's tokens against its objective. ``O(1)`` per token and in memory."""
 
     __slots__ = ("_anchor", "_weights", "arrival_s", "earned", "slo")
 
@@ -380,11 +350,9 @@ class TokenClock(TPOTMeter):
         self._anchor = _ANCHOR_CODES[anchor]
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``; after ``reasoned`` of them the reasoning
-        ended, 0: it did not.
-
-        Several tokens at once each have the deadline of their position in the output; with
-        :attr:`Anchor.LAST_TOKEN` a group has one TPOT for each of its tokens."""
+        """Count ``tokens`` (>= 0) that left at ``now_s``; the reasoning ended after ``reasoned`` of
+        them, 0: it did not. Each has its position's deadline; with ``Anchor.LAST_TOKEN`` a group
+        has one TPOT for each of its tokens."""
         last_s, before, slo, earned = self.last_token_s, self.tokens, self.slo, self.earned
         if last_s is not None and slo.tpot_s is not None:
             last_s += (tokens - 1) * slo.tpot_s
@@ -407,8 +375,8 @@ class TokenClock(TPOTMeter):
                 earned.later += weight if now_s < due_s else 0.0
 
     def rest(self, tokens: int, now_s: float) -> SLO:
-        """The objective of what is left when another engine continues at ``now_s`` after ``tokens``
-        tokens that the client has; its times count from the same arrival."""
+        """The objective for another engine from ``now_s``, after ``tokens`` that the client has;
+        from the same arrival."""
         ttft_s, tpot_s, _, _ = self.slo.columns
         if ttft_s == inf:
             return self.slo
@@ -431,8 +399,7 @@ class TokenClock(TPOTMeter):
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     def e2e_s(self, finished_s: float) -> float:
-        """Arrival to end at ``finished_s``, or to a last token that an engine's clock puts
-        later."""
+        """To ``finished_s``, or to a last token that an engine's clock puts later."""
         last_s = self.last_token_s
         return (finished_s if last_s is None else max(finished_s, last_s)) - self.arrival_s
 
@@ -464,11 +431,8 @@ def clock_of(slo: SLO, arrival_s: float) -> TokenClock:
 
 
 class StageClock(TokenClock):
-    """Follows a request whose objective has stages.
-
-    TTFT, TPOT and end-to-end time are those of the whole request; what is missed and gained is that
-    of its stages, but the end-to-end time is missed as a whole, too. A stage without a token when
-    the request ends is not judged, but for the first one."""
+    """Follows a request with stages: TTFT, TPOT and end-to-end time are of the whole, misses and
+    gain of its stages. A later stage that ends without a token is not judged."""
 
     __slots__ = ("_missed", "_open", "_position", "_worst")
 
@@ -487,8 +451,7 @@ class StageClock(TokenClock):
         return self._position.number
 
     def emit(self, tokens: int, now_s: float, reasoned: int = 0) -> None:
-        """Count ``tokens`` (>= 0) that left at ``now_s``, ``reasoned`` of them by the end of the
-        reasoning."""
+        """As ``TokenClock.emit``."""
         last_s = self.last_token_s
         TPOTMeter.emit(self, tokens, now_s)
         now_s = now_s if last_s is None else max(now_s, last_s)
@@ -500,9 +463,8 @@ class StageClock(TokenClock):
             self._open.emit(part, now_s)
 
     def rest(self, tokens: int, now_s: float) -> SLO:
-        """As :meth:`TokenClock.rest`, of the open stage and the later ones. Tokens that are not
-        counted here were sent without a report. The first token of an engine that continues is not
-        due before that of a new request would be."""
+        """As ``TokenClock.rest``, of the open stage and the later ones. Tokens not counted here
+        were sent without a report. The first token is not due before a new request's would be."""
         position = copy(self._position)
         unreported = position.emit(max(0, tokens - self.tokens))
         age_s = now_s - self.arrival_s
@@ -537,8 +499,7 @@ class StageClock(TokenClock):
         return tuple([name for name in OBJECTIVES if name in missed])
 
     def judged_s(self, finished_s: float) -> Times:
-        """Of each objective that the whole request states, the share of it that the worst stage
-        took."""
+        """Of each objective of the whole request, the share that the worst stage took."""
         worst = self._worst
         if self._open.tokens:
             worst = _worse(worst, self._open, finished_s)

@@ -1,5 +1,4 @@
-"""What a scheduling policy may know: one request, and the queue of one replica. No prompt text, no
-tokens and no output length."""
+"""What a policy may know of requests and queue: no prompt text, tokens or output length."""
 
 from __future__ import annotations
 
@@ -30,22 +29,17 @@ from sluice.scheduling.request.objective import SLO
 
 
 class RequestView(NamedTuple):
-    """One live request of a replica, as of one instant, on the caller's monotonic clock.
+    """One live request of a replica at one instant, on the caller's monotonic clock.
 
     Attributes:
-        arrival_s: when the edge received it.
         computed_tokens: tokens whose KV is computed; can pass ``prompt_tokens`` in decode.
-        pending_tokens: tokens that could be scheduled now, >= 1: what is left of the prefill
-            (after a preemption this covers the generated tokens too), or 1 in decode.
+        pending_tokens: tokens that could be scheduled now, >= 1: the rest of the prefill (after a
+            preemption with the generated tokens), or 1 in decode.
         emitted_tokens: output tokens that have left the engine, or are being computed.
-        running: it holds KV blocks and a slot among the engine's running sequences.
-        first_token_s, last_token_s: when these left, or ``None``.
         expected_tokens: predicted length of its whole output, tokens; nan if unknown.
-        best_effort: it has no guarantee. promised: its objective was guaranteed.
-        drafted_tokens: guesses that a decode's step could check with its next token. They are not
-            pending: a plan may give a decode from 1 to ``1 + drafted_tokens`` tokens.
-        acceptance: probability that one of them is right if those before it are; nan if unknown.
-        tenant: number of its tenant; weight: of the tenant's share, > 0."""
+        drafted_tokens: not pending: a plan may give a decode from 1 to ``1 + drafted_tokens``.
+        acceptance: probability that a draft is right if those before it are; nan if unknown.
+        weight: of the tenant's share, > 0."""
 
     request_id: str
     slo: SLO
@@ -76,10 +70,8 @@ _objectives = attrgetter("columns")
 
 
 class QueueView:
-    """Every live request of one replica, waiting and running, in order of arrival at the engine.
-
-    It is made either of views (an engine's adapter has objects) or of an array (the simulator has
-    rows), and gives both."""
+    """Every live request of one replica, in order of arrival at the engine: made of views (an
+    engine's adapter) or an array (the simulator), and gives both."""
 
     __slots__ = ("_ids", "_keys", "_requests", "_slos", "table")
 
@@ -99,10 +91,8 @@ class QueueView:
         slos: Sequence[SLO] | Mapping[int, SLO],
         ids: Sequence[str] | None = None,
     ) -> QueueView:
-        """The queue of ``table``, ``float64[n, FIELDS]``, C-ordered, in order of arrival; ``keys``
-        are ``int64[n]``, ``slos`` the objectives by key, and ``ids`` of the requests, default: keys
-        as text.
-        """
+        """The queue of ``float64[n, FIELDS]``, C-ordered, by arrival. Default ``ids``: keys as
+        text."""
         queue = cls.__new__(cls)
         queue._requests = None
         queue.table = table
@@ -239,9 +229,8 @@ def row_of(
 
 
 def begin_stage(row: Floats, slo: SLO, arrival_s: float, tokens: int, left_s: float = nan) -> None:
-    """Change ``row`` to the request's next stage, which begins after ``tokens`` tokens of the one
-    before: to a policy another request, whose prompt includes them. ``left_s``: when tokens of the
-    stage left together with the last one before it; nan: none did."""
+    """Change ``row`` to the request's next stage after ``tokens``: to a policy another request.
+    ``left_s``: when some of its tokens left with the last one before it; nan: none did."""
     row[kernels.ARRIVAL] = arrival_s
     row[kernels.TTFT : kernels.PRIORITY + 1] = slo.columns
     row[kernels.PROMPT] += tokens

@@ -1,9 +1,6 @@
-"""The stages of a request, each with an objective of its own: thinking and then answering, say.
-
-SLOs-Serve §2.1 calls such requests multi-stage. A stage's TTFT and end-to-end time count from the
-end of the stage before. Before it begins, a request counts with its first TTFT and its tightest
-TPOT (§3.2.1). Every stage that ends has at least one token: a model that does not think never ends
-a stage that ends with the reasoning."""
+"""Stages of a request with objectives of their own (SLOs-Serve §2.1), such as thinking and
+answering. TTFT and end-to-end time count from the stage before. A stage that ends has a token: a
+model that does not think never ends a reasoning stage."""
 
 from __future__ import annotations
 
@@ -50,12 +47,8 @@ MOST_STAGE_TOKENS: Final = 1 << 30
 
 
 class Stage(NamedTuple):
-    """One stage. Times are seconds from its start, ``None`` without an objective.
-
-    Attributes:
-        tokens: number of its tokens; 0: the output determines its end: the last stage ends with the
-            request, and any other one with the reasoning.
-        prompt_tokens: new prompt tokens before it, such as a tool result; 0 for the first stage."""
+    """Seconds from its start, None without an objective. ``tokens`` 0: it ends with the reasoning,
+    the last one with the request. ``prompt_tokens``: new ones before it, such as a tool result."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -77,7 +70,7 @@ class Stage(NamedTuple):
         return self._replace(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
     def paced(self) -> tuple[float, float]:
-        """Its TTFT and TPOT, infinite for none, which hold its end-to-end time where its length is
+        """TTFT and TPOT, infinite for none, that hold its end-to-end time where its length is
         stated."""
         ttft_s = inf if self.ttft_s is None else self.ttft_s
         tpot_s = inf if self.tpot_s is None else self.tpot_s
@@ -87,18 +80,13 @@ class Stage(NamedTuple):
 
     @property
     def planned_s(self) -> tuple[float | None, float | None, float | None]:
-        """TTFT, TPOT and end-to-end time to work by: a known length makes the end-to-end time a
-        TPOT."""
+        """The times to work by: a known length makes the end-to-end time a TPOT."""
         ttft_s, tpot_s = [None if time_s == inf else time_s for time_s in self.paced()]
         return ttft_s, tpot_s, None if self.tokens else self.e2e_s
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
-    """Check the stages of one request.
-
-    Raises:
-        ValueError: too many, a time that is not positive and finite, a number that is out of range,
-            or a last stage that ends before the request."""
+    """Raises ValueError for impossible stages, such as a last one that ends before the request."""
     if len(stages) > MOST_STAGES:
         raise ValueError(f"a request has at most {MOST_STAGES} stages, got {len(stages)}")
     for stage in stages:
@@ -113,10 +101,8 @@ def check_stages(stages: Sequence[Stage]) -> None:
 
 
 class StagePosition:
-    """Which stage the next token of a request is of: its ``number``, the ``tokens`` of it that have
-    left, and how many are ``left`` until it ends; ``None``: unknown. ``reasoned``: the reasoning
-    has ended.
-    """
+    """The stage of the next token: its ``number``, the ``tokens`` of it so far, and how many are
+    ``left`` (None: unknown)."""
 
     __slots__ = ("_stages", "left", "number", "reasoned", "tokens")
 
@@ -127,10 +113,8 @@ class StagePosition:
         self._begin(0)
 
     def emit(self, tokens: int, reasoned: int = 0) -> list[int]:
-        """Count ``tokens`` (>= 0) that left; after ``reasoned`` of them the reasoning ended, 0: it
-        did not. Returns how many are of the stage so far, and of each stage that begins with or
-        after them.
-        """
+        """Count ``tokens``, as ``TokenClock.emit``. Returns how many are of the stage so far, and
+        of each that begins with or after them."""
         left = self.left
         if not reasoned and (left is None or tokens < left):
             self.tokens += tokens
@@ -169,8 +153,7 @@ class StagePosition:
 
 
 class Later(NamedTuple):
-    """What stages to come will take of a replica: the tightest TPOT, their number, and the tokens
-    that enter before the next of them in which any do."""
+    """Of stages to come: tightest TPOT, number, and tokens that enter before the next with any."""
 
     tpot_s: float = inf
     stages: int = 0
@@ -187,9 +170,8 @@ def later_of(stages: Sequence[Stage], number: int) -> Later:
 def strictest(
     stages: Sequence[Stage], e2e_s: float | None = None
 ) -> tuple[float | None, float | None, float | None]:
-    """TTFT, TPOT and end-to-end time that a request of these stages counts with before it begins:
-    the first TTFT, the tightest TPOT, and all time that there is (``e2e_s``: stated for the whole).
-    """
+    """TTFT, TPOT and end-to-end time before the request begins: the first TTFT, the tightest TPOT
+    (§3.2.1), and all time there is (``e2e_s``: stated for the whole)."""
     paces = [stage.paced() for stage in stages]
     ttft_s, tpot_s = paces[0][0], min(pace_s for _, pace_s in paces)
     whole_s = sum(inf if stage.e2e_s is None else stage.e2e_s for stage in stages)
