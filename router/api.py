@@ -63,15 +63,8 @@ def make_api(
     shedder: Shedder | None = None,
     pause: Pause = asyncio.sleep,
 ) -> FastAPI:
-    """The FastAPI application of one router process. Raises OSError: the folder of files and
-    batches, or a file of keys, cannot be used. Raises ValueError: a file of keys cannot be used.
-
-    Args:
-        shedder: turns requests away; by default it goes by the delay of the event loop.
-        share: the way to the other routers' use of rate limits.
-        loop_age: the way to when tool loops began at other routers.
-        admin_service: the way to the controllers, for the admin API; without it there is none.
-    """
+    """The FastAPI application of one router process; without ``admin_service``, no admin API.
+    Raises OSError, ValueError: a key file, or the folder of files and batches, cannot be used."""
     access = Access(config, fleets.edge.registry, fleets.clock, unix_clock)
     limiter = RateLimiter(share, config.replicas, fleets.clock)
     shedder = shedder or Shedder(fleets.edge.loop_delay_s, fleets.clock)
@@ -120,8 +113,7 @@ def make_api(
 
 
 class Calls:
-    """Serves inference calls: reads each, finds its model and makes its response. ``loops``: bound
-    the calls of tool loops. ``limiter``: reserves tokens of the keys' rate limits."""
+    """Serves inference calls. ``limiter``: reserves tokens of the keys' rate limits."""
 
     def __init__(
         self,

@@ -34,16 +34,8 @@ from sluice.telemetry.tracing import make_tracer
 
 
 class ServedModel(NamedTuple):
-    """A router's configuration of a model.
-
-    Attributes:
-        name: of the model in requests. adapters: names of its LoRA adapters.
-        controller: configuration to create its controller if it does not exist.
-        roles: of its pools, by their names.
-        key: names its controller if the application has several models.
-        dynamic: its replicas may load further adapters while they serve.
-        transfers_kv: its engines transfer KV.
-    """
+    """A model's configuration. ``adapters``: names of its LoRA adapters. ``controller``: to create
+    its controller if there is none. ``key``: names it if the application has several models."""
 
     name: str
     controller: ControllerConfig
@@ -96,10 +88,9 @@ class _Part:
 
 
 class Router:
-    """One router replica, which listens at ``config.host`` and ``config.port``. The application
-    builder makes a deployment of it. ``models``: the same models. ``drain_s``: how long its
-    requests may run on when it is stopped, seconds. Raises OSError: another program has the
-    address. Raises ValueError: it should trace, and OpenTelemetry is not installed."""
+    """One router replica. ``models``: the same models. ``drain_s``: how long its requests may run
+    on when it stops, seconds. Raises OSError: another program has the address. Raises ValueError:
+    tracing is configured, and OpenTelemetry is not installed."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -163,8 +154,8 @@ class Router:
         await self._server.start(listener)
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests with a 503, and return when all others are answered: those that still
-        run after ``limit_s`` end with an error."""
+        """Refuse new requests (503); return when all have ended, with an error after
+        ``limit_s``."""
         await self._server.drain(limit_s, listening=True)
 
     def check_health(self) -> None:
@@ -178,8 +169,7 @@ class Router:
 
 
 def _check_not_shared(port: int) -> None:
-    """Check that of the processes of this user only routers of this application listen there: the
-    system would give each a part of the connections. Raises OSError: another one does."""
+    """Raises OSError: another program of the user would get a part of the connections."""
     ours = f"ray::ServeReplica:{serve.get_replica_context().app_name}:"
     for connection in psutil.net_connections("tcp"):
         listens = connection.status == psutil.CONN_LISTEN

@@ -17,8 +17,7 @@ MAX_RETRY_AFTER_S = 3_600.0
 
 
 LONGEST_REPEAT_S = 60.0
-"""OpenAI's clients obey a ``Retry-After`` up to this, seconds; after a longer one, some of them
-retry at once."""
+"""Longest ``Retry-After`` that OpenAI's clients obey, seconds; some retry at once after more."""
 
 
 class Reason(enum.StrEnum):
@@ -68,8 +67,7 @@ class Reason(enum.StrEnum):
 
 
 class Rule(NamedTuple):
-    """The response for a reason. ``retry_after_s`` is sent as ``Retry-After`` unless the failure
-    has its own value; without either, a retry is useless, and the response says so."""
+    """The response for a reason. Without any ``retry_after_s`` it says that a retry is useless."""
 
     status: int
     retry_after_s: float | None = None
@@ -123,15 +121,8 @@ RULES: dict[Reason, Rule] = {
 
 
 class ApiError(Exception):
-    """A failure that is reported to the client.
-
-    Args:
-        message: what was wrong and what is allowed.
-        param: the field or header at fault, if one is.
-        headers: sent in addition to those of the rule.
-        retry_after_s: predicted time until there may be capacity for the request, seconds. It is
-            sent in milliseconds in the body, and rounded up to whole seconds in the header.
-    """
+    """A failure reported to the client. ``param``: the field or header at fault. ``retry_after_s``:
+    predicted time until there may be capacity; ms in the body, whole seconds (up) in the header."""
 
     def __init__(
         self,
@@ -156,8 +147,7 @@ class ApiError(Exception):
         return RULES[self.reason]
 
     def document(self, endpoint: Endpoint | None = None) -> dict[str, Any]:
-        """The body in the shape of the API of ``endpoint``, OpenAI's by default; with
-        ``retry_after_ms`` where that was predicted."""
+        """The body in the shape of ``endpoint``'s API, with ``retry_after_ms`` if predicted."""
         predicted_ms = None if self.retry_after_s is None else round(self.retry_after_s * 1000, 3)
         status, code = self.rule.status, self.reason.value
         return error_document(endpoint, status, self.message, code, self.param, predicted_ms)
@@ -188,10 +178,7 @@ def invalid(message: str, param: str | None = None) -> ApiError:
 
 
 def shown(value: object, limit: int = 64) -> str:
-    """``value`` as it may be repeated in an error message: short, and printable ASCII.
-
-    ``O(limit)``, however long a text is.
-    """
+    """``value`` as an error message may repeat it: short, printable ASCII. ``O(limit)``."""
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and value.bit_length() > 256:

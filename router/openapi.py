@@ -1,8 +1,5 @@
-"""What the API takes and gives, as an OpenAPI document: ``GET /openapi.json``.
-
-It states what the router itself holds requests to. Other fields of OpenAI's bodies are for the
-engine to check, so objects are open unless they are Sluice's own.
-"""
+"""The OpenAPI document, ``GET /openapi.json``: what the router itself holds requests to. Objects
+are open unless they are Sluice's own, as engines check the other fields."""
 
 from __future__ import annotations
 

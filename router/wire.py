@@ -1,8 +1,4 @@
-"""Every name that Sluice adds to the OpenAI API: body fields, request and response headers.
-
-Some request headers have a second name, by which the llm-d router or the Gateway API Inference
-Extension reads the same.
-"""
+"""Every name that Sluice adds to the OpenAI API, and their second names (llm-d, Gateway API)."""
 
 from __future__ import annotations
 
@@ -68,12 +64,10 @@ LLM_D_HEADERS: Final = {
     TPOT: "x-llm-d-slo-tpot-ms",
     CLASS: "x-llm-d-inference-objective",
 }
-"""The llm-d router's names of these headers. Its deprecated names ``x-slo-ttft-ms`` and
-``x-slo-tpot-ms`` are among :data:`SLO_HEADERS`."""
+"""The llm-d router's names; its deprecated ``x-slo-*-ms`` are among :data:`SLO_HEADERS`."""
 
 GATEWAY_HEADERS: Final = {CLASS: "x-gateway-inference-objective"}
-"""Their names in the Gateway API Inference Extension, which the llm-d router has as deprecated
-ones."""
+"""Names in the Gateway API Inference Extension; deprecated ones of the llm-d router."""
 
 SLO_HEADER_SETS: Final = (SLO_HEADERS, LLM_D_HEADERS, GATEWAY_HEADERS)
 """The headers that state objectives, in order of precedence."""
@@ -109,8 +103,7 @@ PROMISED_TPOT_HEADER: Final = "x-sluice-promised-tpot-ms"
 """Response, if an SLO with a TPOT is promised: that TPOT, ms."""
 
 PROMISED_E2E_HEADER: Final = "x-sluice-promised-e2e-ms"
-"""Response, if an SLO with an end-to-end time is promised: that time, ms from the request's
-arrival."""
+"""Response: the promised end-to-end time, ms from the request's arrival."""
 
 PROMISE_LEVEL_HEADER: Final = "x-sluice-promise-level"
 """Response, if the SLO is promised: the share of such promises that is to be kept."""
@@ -122,8 +115,7 @@ CLAMPED_HEADER: Final = "x-sluice-clamped"
 """Response: the values that the limits of the API key changed: ``priority=4, ttft_ms=500``."""
 
 SHOULD_RETRY_HEADER: Final = "x-should-retry"
-"""Response: ``false`` if a retry is useless: OpenAI's clients retry each 409, 429 and 5xx
-otherwise."""
+"""Response: ``false`` if a retry is useless; OpenAI's clients retry 409, 429, 5xx otherwise."""
 
 SESSION_HEADER: Final = "x-sluice-session"
 """Request: the session that it belongs to, such as a conversation."""
@@ -141,8 +133,7 @@ STREAM_HEADER: Final = "x-sluice-stream"
 """Response, for the endpoint picker only: ``HOST:PORT TICKET`` of a stream to fetch."""
 
 FETCHES: Final = "fetches"
-"""Name in the state of an ASGI request, set by the endpoint picker: its Envoy can fetch a stream.
-"""
+"""ASGI state name, set by the endpoint picker: its Envoy can fetch a stream."""
 
 STOP_MESSAGE: Final = "sluice.stop"
 """Type of the ASGI message by which a router that stops ends the answers that still run."""

@@ -1,2 +1,1 @@
-"""From a validated request to its last byte: placement, attempts, stalled attempts, resumed
-streams."""
+"""From a validated request to its last byte: placement, attempts, stalls, resumed streams."""

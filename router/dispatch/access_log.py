@@ -1,8 +1,4 @@
-"""What a router tells of each request at its end: a log line and, where it is traced, its span.
-
-Neither holds a prompt, an output or a key. Names of classes, models, clients and replicas are those
-of the configuration and of the fleet.
-"""
+"""The log line and the span of each ended request; neither holds a prompt, an output or a key."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ class Telemetry:
     def begin(
         self, arrival: Arrival, endpoint: Endpoint, headers: Sequence[tuple[bytes, bytes]]
     ) -> Span | None:
-        """The request's span, or ``None`` where it is not traced. ``headers``: of the request, raw,
-        names in lower case."""
+        """The request's span, ``None`` if untraced. ``headers``: raw, names in lower case."""
         if self._tracer is None:
             return None
         context = {
@@ -88,8 +83,7 @@ class Telemetry:
     def ended(
         self, call: Call, figures: RequestFigures, reason: Reason | None, answer: Answer | None
     ) -> None:
-        """A request ended whose class is known. ``reason``: of an error of the router's own.
-        ``answer``: of the replica that served it."""
+        """A request whose class is known ended. ``reason``: of the router's own error."""
         outcome = figures.outcome
         wanted = self._lines == "all" or (self._lines == "failed" and outcome not in _SERVED)
         if not wanted and call.span is None:

@@ -44,13 +44,8 @@ _CREATED = re.compile(rb'"created": ?\d+')
 class Piece(NamedTuple):
     """Bytes to forward, and the output tokens (of the first choice) in them.
 
-    Attributes:
-        sent: of chunks that the replica has sent to the client itself: the tokens of each, and when
-            it was sent, on the clock of the attempt.
-        reasoned: the reasoning ended with this many of all these tokens; 0: it did not end.
-        made: of a request of stages: the tokens of each chunk, and when they left the engine, on
-            the same clock.
-    """
+    ``sent``, ``made``: tokens and time (clock of the attempt) of each chunk that the replica has
+    sent to the client itself, or of a request of stages. ``reasoned``: tokens until its end."""
 
     data: bytes
     tokens: int
@@ -60,14 +55,10 @@ class Piece(NamedTuple):
 
 
 class Transcript:
-    """The part of a stream that the client has, over all attempts, so that another replica can
-    resume it. Its memory is 4 bytes per token and 4 per chunk.
+    """What the client has of a stream over all attempts; 4 bytes per token and 4 per chunk.
 
-    The resuming replica produces the whole stream again, without computing the known tokens
-    (:class:`~sluice.protocol.requests.Resume`). The repeated part is dropped here and compared with
-    what was sent: a stream that differs is not forwarded. Each attempt starts with :meth:`begin`,
-    and each of its chunks goes through :meth:`take`.
-    """
+    A resuming replica produces the whole stream again, without computing the known tokens. The
+    repeated part is compared and dropped: a stream that differs is not forwarded."""
 
     def __init__(self) -> None:
         self._response_id = ""
@@ -105,9 +96,8 @@ class Transcript:
         return None
 
     def take(self, chunk: ResponseChunk) -> tuple[bytes, int, int]:
-        """The part of a chunk to send to the client, nothing if the client has it already: bytes,
-        tokens and, if the reasoning ended in it, its tokens until then. Raises ReplicaFailedError:
-        the attempt does not repeat what was sent."""
+        """The part of a chunk that the client lacks: bytes, tokens, and tokens until reasoning
+        ended. Raises ReplicaFailedError: the attempt does not repeat what was sent."""
         if self._repeated < len(self._chunks):
             self._check_repeated(chunk)
             return b"", 0, 0
@@ -144,8 +134,7 @@ def _created_in(data: bytes) -> bytes:
 
 
 class MovedError(Exception):
-    """An attempt is abandoned for one at another replica that can meet its SLO, or that takes its
-    stream over. Its own replica has not failed."""
+    """An attempt is abandoned for one at another replica. Its own replica has not failed."""
 
 
 def name_of(error: BaseException) -> str:
@@ -156,23 +145,11 @@ def name_of(error: BaseException) -> str:
 
 
 class Attempt:
-    """One replica's answer: :meth:`begin` it, then :meth:`read` its pieces. ``transcript``: of the
-    stream that it is part of; it selects what of a chunk is forwarded.
+    """One replica's answer: :meth:`begin` it, then :meth:`read` its pieces.
 
-    Attributes:
-        request: as sent to the replica.
-        decision: the controller's, which it follows. It has a promise only as long as the chosen
-            replica is the one that serves it.
-        key: of its reservation at the controller.
-        role: of the pool that it was sent to.
-        place: the replica that has it, as far as is known.
-        head: of the response; until it arrives, a status of 500.
-        tail: set once the response has ended by itself.
-        prefill: the finished attempt at the prefill replica, if that is a separate one.
-        opened: :meth:`begin` has returned.
-        closed: it has been stopped, or has ended.
-        heard: the replica has sent anything.
-        heard_s: when something arrived last; before that, when it was made.
+    ``decision``: it promises only while the chosen replica serves. ``key``: of the reservation at
+    the controller. ``tail``: set once the response has ended by itself. ``prefill``: the finished
+    attempt at a separate prefill replica. ``heard_s``: of the last arrival, at first of its making.
     """
 
     def __init__(
@@ -214,8 +191,7 @@ class Attempt:
 
     @property
     def moved(self) -> bool:
-        """Whether another replica serves it than the chosen one: then no replica will confirm the
-        reservation, and the promise does not hold."""
+        """Whether another replica than the chosen one serves it: then the promise is off."""
         chosen = self.decision.replica_id
         return chosen is not None and self.head.replica_id not in ("", chosen)
 
@@ -237,9 +213,8 @@ class Attempt:
         return self._waiter.cancel()
 
     async def begin(self) -> None:
-        """Wait for the first bytes of an event stream, or for all of any other response. Raises
-        ReplicaFailedError: it failed, or ended without a head or a tail. Raises MovedError: it was
-        abandoned for another one."""
+        """Wait for a stream's first bytes, or all of another response. Raises ReplicaFailedError:
+        it failed or is incomplete. Raises MovedError: it was abandoned for another one."""
         ready: deque[Piece] = deque()
         while (piece := await self.read()) is not None:
             ready.append(piece)
@@ -248,9 +223,9 @@ class Attempt:
         self._ready, self.opened = ready, True
 
     async def read(self) -> Piece | None:
-        """The next piece; ``None``: the response has ended by itself. What arrives together is one
-        piece, so that it costs one send. Raises ReplicaFailedError: it failed, or ended without a
-        tail. Raises MovedError: it was abandoned for another one."""
+        """What has arrived, as one piece (one send); ``None`` at the end. Raises
+        ReplicaFailedError: it failed or ended without a tail. Raises MovedError: it was abandoned
+        for another one."""
         if self._ready:
             return self._ready.popleft()
         while self.tail is None:
@@ -320,8 +295,7 @@ class Attempt:
         return None
 
     def check_resumed(self, transcript: Transcript | None) -> None:
-        """Check that it continues the stream that the client has received. Raises
-        ReplicaFailedError: it does not."""
+        """Raises ReplicaFailedError: it does not continue the stream that the client has."""
         repeated = transcript is not None and transcript.repeated
         if self.head.status != 200 or self.head.media_type != EVENT_STREAM or not repeated:
             raise ReplicaFailedError(*NOT_RESUMED, retry=False)
@@ -340,12 +314,8 @@ class Attempt:
 class Case:
     """One call's part in lost replicas.
 
-    Attributes:
-        suspected: it was at a replica when that was lost.
-        place: the replica that was lost. A further failure there is the same loss.
-        lasted_s: how long the call had been there.
-        spared: it was one of many suspects at its second replica when that was lost, too.
-    """
+    ``place``: the lost replica; a further failure there is the same loss. ``spared``: the call was
+    one of many suspects at its second replica when that was lost, too."""
 
     suspected: bool = False
     place: str | None = None
@@ -357,33 +327,14 @@ class Case:
 class Answer:
     """The state of a call over its attempts. It is open once an attempt is.
 
-    Attributes:
-        case: the call's part in lost replicas.
-        clock: when its tokens reached the client, as far as is known.
-        transcript: what its client has received of the stream; ``None`` if the stream cannot be
-            resumed.
-        max_attempts: at most, of those that count.
-        fetched: its client's Envoy may fetch the stream from the replica, and does so once an
-            attempt is open; then it cannot be resumed.
-        opened: the attempts whose response has begun, in order. The client has the head of the
-            first; each later one resumes the stream of the one before.
-        attempts: made so far, the current one included.
-        failed: replicas that have failed the call.
-        alive_s: when there was a sign of life of the call last. Its time in queues does not count.
-        empty: pools that had no replica for the call when they were last asked.
-        uncounted: attempts that found a pool empty or were moved: neither counts as a failed one.
-        promises: attempts whose SLO was promised at the replica that they were sent to, even if
-            that replica failed.
-        granted: the current attempt is abandoned for another one, which the retry budget allows.
-        verdict: the failure that ends the call, if it is blamed for lost replicas.
-        moved: the call has left a replica that was going to miss its TTFT; it does so at most once.
-        moves_to: the decision for the next attempt after such a move, or after its stream has moved
-            (:mod:`sluice.router.dispatch.migrations`).
-        move_reason: why its stream moves.
-        left: the replicas that its running stream has left. left_s: when it left the last one.
-        head, decision, tier: that the client was sent, once it is open. Without admission control
-            there is no promise, so the tier is best effort, too.
-    """
+    ``transcript``: ``None`` if the stream cannot be resumed. ``fetched``: the client's Envoy may
+    fetch the stream from the replica; then it cannot be resumed either. ``opened``: attempts whose
+    response has begun; the client has the head of the first. ``alive_s``: the last sign of life;
+    time in queues does not count. ``uncounted``: attempts that found a pool empty or were moved.
+    ``promises``: counts also those whose replica failed. ``verdict``: the failure if the call is
+    blamed for lost replicas. ``moved``: the call has left a replica that would miss its TTFT, at
+    most once. ``left``: replicas that the running stream has left. ``tier``: best effort also
+    without admission control."""
 
     call: Call
     case: Case
@@ -465,8 +416,7 @@ class Answer:
 
     @property
     def queued_s(self) -> float | None:
-        """From the call's arrival to the first batch that it was in, once the response has ended by
-        itself; ``None`` if the engine does not report it, or another replica has resumed it."""
+        """From arrival to the first batch; ``None``: not ended, not reported, or resumed."""
         attempt = self.opened[-1].prefill or self.opened[-1]
         if len(self.opened) > 1 or attempt.tail is None or attempt.tail.queued_s is None:
             return None
@@ -474,5 +424,4 @@ class Answer:
 
 
 OpenAttempts = dict[Attempt, Answer]
-"""The attempts that a router has open at one model's replicas, in the order in which they were
-made. The dispatcher adds and removes them; those that watch attempts read it."""
+"""A router's open attempts at one model, in the order made. Only the dispatcher changes it."""

@@ -1,9 +1,7 @@
 """From a validated call to the last byte of its answer: makes attempts while they fail.
 
-An attempt follows a decision of the controller, and goes to one replica or to a P/D pair, whose
-prefill replica computes the prompt first. If an attempt fails before the client has received
-anything, the call is retried on another replica; if the client has a part of a stream, another
-replica resumes it where that is possible."""
+A failed attempt is retried if the client has nothing yet; else its stream is resumed if possible.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +75,8 @@ _UNTRACED: Mapping[str, str] = {}
 
 
 class Dispatcher:
-    """Opens responses, and resumes them. One per router process and model. ``transfers_kv``: the
-    engines transfer KV, so that running streams may move."""
+    """Opens and resumes responses; one per router process and model. ``transfers_kv``: the engines
+    transfer KV, so running streams may move."""
 
     def __init__(
         self,
@@ -118,8 +116,7 @@ class Dispatcher:
         self._retries = RetryPolicy(budget, self._pools, metrics, pause)
 
     async def restricted(self, call: Call, endpoints: Collection[str]) -> Call:
-        """The call, to be served by a replica at one of these addresses only. Raises ApiError: 503,
-        there is none."""
+        """The call, for replicas at these addresses only. Raises ApiError: 503, there is none."""
         only = await self._replicas.at(endpoints)
         if not only:
             raise ApiError(
@@ -130,13 +127,11 @@ class Dispatcher:
     async def open(
         self, call: Call, fetches: bool = False, clock: TokenClock | None = None
     ) -> Answer:
-        """Send ``call`` to a replica, and to another while attempts fail. ``fetches``: the client's
-        side can fetch a stream from the replica. ``clock`` has the times of the answer's tokens
-        while it is a stream. :meth:`close` the answer in any case.
+        """Send ``call`` to a replica, and to another while attempts fail; always :meth:`close` the
+        answer.
 
-        Cancelling it stops the current attempt. Raises ApiError: every attempt failed, and the
-        error is that of the last one; or the SLO cannot be promised and the class does not allow
-        best effort; or the call is quarantined."""
+        ``fetches``: the client's side can fetch a stream from the replica. Cancelling stops the
+        attempt. Raises ApiError: the last attempt's error, a refused SLO, or quarantine."""
         case = self._suspicion.open(call)
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
@@ -158,9 +153,8 @@ class Dispatcher:
         return answer
 
     async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
-        """The pieces of an answer, in order; where it breaks off, another replica resumes it.
-        Raises ReplicaFailedError: it broke off, and no replica can resume it. Raises OSError: the
-        client no longer reads the stream."""
+        """The pieces in order, resumed where the answer breaks off. Raises ReplicaFailedError: no
+        replica can resume it. Raises OSError: the client no longer reads the stream."""
         while True:
             try:
                 attempt = answer.opened[-1]
@@ -182,8 +176,7 @@ class Dispatcher:
             self._migrations.settled(attempt)
 
     def late(self, call: Call, seen: TokenClock) -> None:
-        """Tell the controller which objectives a promised call misses while it still runs.
-        ``seen``: the times of its tokens so far."""
+        """Tell the controller which objectives a running call misses."""
         ttft_s, tpot_s, _ = seen.judged_s(self.clock())
         late = call.slo.late(ttft_s, tpot_s, seen.tokens)
         if late != (None, None):
@@ -204,8 +197,7 @@ class Dispatcher:
         answer: Answer | None,
         telemetry: Telemetry | None,
     ) -> RequestFigures:
-        """Account for a call that ended: in metrics, log line, span and the controller's records.
-        ``error``: of the router, if it failed."""
+        """Account for an ended call: metrics, log line, span, controller's records."""
         used = () if answer is None else (answer.tail, answer.cached_tokens, answer.queued_s)
         figures = RequestFigures.of(clock, outcome, self.clock(), *used)
         kept = None
@@ -237,8 +229,7 @@ class Dispatcher:
         return figures
 
     async def _next(self, answer: Answer) -> Attempt:
-        """Make attempts until one opens. Raises ReplicaFailedError: no attempt is left; it is the
-        last one's failure. Raises ApiError: see :meth:`open`."""
+        """Make attempts until one opens. Raises ReplicaFailedError (the last) or ApiError."""
         while True:
             attempt: Attempt | None = None
             failure: ReplicaFailedError | None = None
@@ -259,8 +250,7 @@ class Dispatcher:
                 await self._retries.before_the_next(answer, failure)
 
     async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Open an attempt that resumes a stream that broke off. Raises ReplicaFailedError: no
-        attempt can resume it. Raises OSError: the client no longer reads the stream."""
+        """Resume a stream. Raises ReplicaFailedError: none can. OSError: the client is gone."""
         broken = answer.opened[-1]
         broken.end_span(failure.reason.value)
         self._note_failure(answer, broken, failure)
@@ -280,8 +270,7 @@ class Dispatcher:
         self._metrics.resumes.inc()
 
     async def _migrate(self, answer: Answer) -> None:
-        """Open an attempt at the replica that a running stream moves to. Raises ReplicaFailedError:
-        no attempt can resume it."""
+        """Open an attempt where a stream moves. Raises ReplicaFailedError: none can."""
         source, migrations = answer.opened[-1], self._migrations
         assert migrations is not None
         migrations.left(answer, source)
@@ -294,14 +283,11 @@ class Dispatcher:
             migrations.settled(source)
 
     async def _attempt(self, answer: Answer) -> Attempt:
-        """Make the next attempt. When this returns, an event stream has sent its first new bytes,
-        and any other response is complete. The response may be a refusal of the engine.
+        """Make the next attempt, until a stream has sent bytes or another response is complete.
 
-        Each attempt has its own id: an engine may still hold the last attempt, and the ledger could
-        mistake the release of the last attempt for a release of this one. Cancelling stops the
-        whole attempt. Raises ReplicaFailedError: the attempt failed. The replica that failed it is
-        recorded. Raises MovedError: it was abandoned for one at :attr:`Answer.moves_to`. Raises
-        ApiError: the SLO cannot be promised, and the class does not allow best effort."""
+        Each attempt has its own id: the last one's release could be mistaken for this one's. Raises
+        ReplicaFailedError (recorded), MovedError (to :attr:`Answer.moves_to`) or ApiError (no
+        promise)."""
         answer.attempts += 1
         call, transcript, decision = answer.call, answer.transcript, answer.moves_to
         request_id, moves = answer.next_id, decision is not None
@@ -361,9 +347,8 @@ class Dispatcher:
     async def _send_to_pair(
         self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
     ) -> Attempt:
-        """Have the prompt computed by the prefill replica, and the call answered by the decode
-        replica. Returns the prefill replica's attempt if that refuses the call. Raises
-        ReplicaFailedError: one of them failed."""
+        """Prefill on one replica, decode on another. Returns the prefill's attempt if that
+        refuses."""
         prefill = await self._prefill(answer, request, decision, span)
         if prefill.head.status >= 400:
             if request.resume is not None:
@@ -382,8 +367,7 @@ class Dispatcher:
     async def _prefill(
         self, answer: Answer, whole: EngineRequest, decision: RouteDecision, span: Span | None
     ) -> Attempt:
-        """Compute the prompt of a request on the chosen prefill replica. Raises ReplicaFailedError:
-        it failed."""
+        """Compute the prompt on the chosen prefill replica. Raises ReplicaFailedError."""
         started_s = self.clock()
         own_span = None
         if span is not None:
@@ -416,8 +400,7 @@ class Dispatcher:
     async def _send(
         self, answer: Answer, request: EngineRequest, decision: RouteDecision, span: Span | None
     ) -> Attempt:
-        """Have the call answered by the chosen replica, or by any if none was chosen. Raises
-        ReplicaFailedError: it failed."""
+        """Have the chosen replica, or any without one, answer. Raises ReplicaFailedError."""
         started_s = self.clock()
         wanted = None if decision.replica_id is None else decision.role
         role = self._pools.role_for(answer, wanted)
@@ -441,9 +424,7 @@ class Dispatcher:
         span: Span | None,
         transcript: Transcript | None = None,
     ) -> Attempt:
-        """Send a request to one replica, and wait until its answer has begun. Raises
-        ReplicaFailedError: it failed. Its reservation is released, and the replica that failed is
-        recorded."""
+        """Send to a replica until its answer begins. A failure is recorded and frees its place."""
         suspected = answer.case.suspected
         async with self._suspicion.trial(decision.replica_id) if suspected else nullcontext():
             stream = self._replicas.generate(request, decision.replica_id, answer.failed, role)

@@ -1,13 +1,8 @@
 """Requests and running streams that move to another replica.
 
-Running streams move with their KV from replicas that leave, and elsewhere if a promised stream is
-predicted to miss its TPOT (:mod:`sluice.scheduling.placement.migration` has the rules):
-
-1. the stream's reader stops: the client has some tokens, and gets no more of this replica;
-2. the replica is asked for the KV of the prompt and of these tokens. It stops the stream, computes
-   the few tokens whose KV block was not full yet, and answers with a handle;
-3. the other replica resumes the stream, as after a failure, but fetches the KV by the handle;
-   without one it computes prompt and tokens."""
+Streams move with their KV from replicas that leave, or if a promised TPOT would be missed: the
+reader stops, the replica gives a handle of the KV up to the last token that the client has, and
+another replica resumes the stream with it. Without a handle that one computes prompt and tokens."""
 
 from __future__ import annotations
 
@@ -56,8 +51,7 @@ class Moves:
         controller.on_push(self.waits, self.missing)
 
     def waits(self) -> tuple[FirstTokenWait, ...]:
-        """The waiting calls that are not late yet; of more than ``MAX_WAITS``, those due soonest.
-        ``O(open attempts)``."""
+        """Waiting calls not late yet, at most ``MAX_WAITS`` (due soonest). ``O(open attempts)``."""
         now_s, found = self._clock(), []
         for attempt, answer in self._attempts.items():
             ttft_s, waited_s = answer.call.slo.columns[0], now_s - answer.call.received_s
@@ -69,8 +63,7 @@ class Moves:
         )
 
     def missing(self, keys: Sequence[int]) -> None:
-        """Move these calls, which are going to miss their TTFT. Keys of calls that no longer wait
-        are ignored."""
+        """Move these calls, which are going to miss their TTFT, if they still wait."""
         wanted = set(keys)
         for attempt, answer in self._attempts.items():
             if attempt.key in wanted and self._may_move(attempt, answer):
@@ -78,9 +71,8 @@ class Moves:
                 self._moving[attempt.key] = move
 
     def _may_move(self, attempt: Attempt, answer: Answer) -> bool:
-        """Whether an attempt may be abandoned for one at a replica that is earlier: a promised one
-        with a TTFT that waits for its first bytes. At most once per call; not for a phase of a P/D
-        pair, and not for a call suspected of losing replicas."""
+        """Whether an attempt may be abandoned for one at an earlier replica: once per call, and not
+        for a phase of a P/D pair or a suspect of lost replicas."""
         request = attempt.request
         whole = not request.prefill_only and request.kv_handle is None and request.resume is None
         waits = not attempt.opened and attempt.key not in self._moving
@@ -89,8 +81,7 @@ class Moves:
         return request.promised and stated and whole and waits and not excluded
 
     async def _move(self, attempt: Attempt, answer: Answer) -> None:
-        """Abandon an attempt, if another replica can promise what is left of the SLO and the
-        attempt has produced nothing meanwhile."""
+        """Abandon an attempt if another replica promises the rest, and nothing came meanwhile."""
         key, chosen = request_key(answer.moved_id), attempt.decision.replica_id or ""
         try:
             found = await self._placements.elsewhere(answer.call, key, answer.failed, chosen)
@@ -106,12 +97,10 @@ class Moves:
 
 
 KV_TIMEOUT_S: Final = 2.0
-"""Longest wait for the handle of a stream's KV, seconds. After it the other replica computes the
-KV."""
+"""Longest wait for a stream's KV handle, seconds; then the other replica computes the KV."""
 
 MAX_REFUSALS: Final = 16
-"""Most streams of a replica that no other one takes, between two pushes: then the others are not
-asked about before the next push."""
+"""Most refused streams of a replica between two pushes; its others wait for the next push."""
 
 _UNTRACED: Mapping[str, str] = {}
 
@@ -313,8 +302,7 @@ class Migrations:
         return replace(request, kv_handle=kv_handle, waited_s=waited_s)
 
     async def _kv_of(self, source: Attempt, request: EngineRequest) -> KVHandle | None:
-        """Stop ``source``, and get the handle of the KV that ``request`` resumes from. ``None``: it
-        must be computed."""
+        """Stop ``source`` and get the handle of its KV. ``None``: it must be computed."""
         asked = replace(
             prefill_of(request, 0.0, _UNTRACED), kv_of_request=source.request.request_id
         )
@@ -336,8 +324,8 @@ class Migrations:
 
 
 def _rest(clock: TokenClock, now_s: float, seen: RunningStream) -> SLO:
-    """The objective of what is left: that of the whole stream as long as it can be kept. Then
-    :meth:`TokenClock.rest` gives the other replica more time, as after a failure."""
+    """The objective of the rest: the stream's while it can be kept, then
+    :meth:`TokenClock.rest`."""
     slo, terms = clock.rest(clock.tokens, now_s), seen.terms
     if terms is None:
         return slo

@@ -20,10 +20,9 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Value]):
-    """Computes an answer at most once in ``ttl_s`` and one at a time, however many callers ask.
+    """An answer computed at most once in ``ttl_s`` seconds and one at a time, for all callers.
 
-    A cancelled caller does not cancel the computation: otherwise callers that come and leave would
-    start it again each time. ``ttl_s``: how long an answer is reused, seconds."""
+    A cancelled caller does not cancel it: callers that come and leave would start it each time."""
 
     def __init__(
         self, make: Callable[[], Awaitable[Value]], ttl_s: float, clock: Callable[[], float]
@@ -69,11 +68,10 @@ TIMEOUT_S = 2.0
 
 
 class Catalog:
-    """Asks at most one replica at a time for either answer, however many clients ask. A model that
-    may have no replica, and has none, is not asked: that would start one. ``names``: models that
-    are listed of a model that has had no replica yet. ``dynamic``: replicas load adapters while
-    they serve. Then all replicas are asked, and one whose files differ between them is not listed:
-    it would be another model at each."""
+    """Asks at most one replica at a time for either answer; none if that would start a replica.
+
+    ``names``: listed before the model has had a replica. ``dynamic``: replicas load adapters; then
+    all are asked, and an adapter whose files differ between them is not listed."""
 
     def __init__(
         self,
@@ -93,15 +91,13 @@ class Catalog:
         self._endpoints: Sequence[str] = ()
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body; the last one while the model has no replica and may have
-        none. Raises ApiError: 503, no replica answered."""
+        """The OpenAI list-models body, the last one while asleep. Raises ApiError: 503."""
         if not self._replicas.asleep:
             self._listed = await self._models.get()
         return self._listed
 
     async def lists(self, name: str) -> bool:
-        """Whether a replica lists the model or adapter ``name``. Raises ApiError: 503, no replica
-        answered, or the adapter's files differ between replicas."""
+        """Whether a replica lists ``name``. Raises ApiError: 503, no answer or differing files."""
         found = any(entry["id"] == name for entry in (await self.models())["data"])
         if name in self._differ:
             raise ApiError(
@@ -113,15 +109,13 @@ class Catalog:
         return found
 
     async def check(self) -> None:
-        """Return if a replica takes requests, or if a request would start one. Raises ApiError:
-        503, none does: each is drained or unreachable."""
+        """Raises ApiError: 503, no replica takes requests, and a request would start none."""
         if not self._replicas.asleep:
             await self._ready.get()
 
     async def exceeded(self, tokens: int) -> int | None:
-        """The maximum model length of the engines if a prompt of ``tokens`` exceeds it; ``None`` if
-        it does not, or the length is unknown. A prompt that seems too long is checked against a
-        new answer of a replica: an update may have brought engines with a larger maximum."""
+        """The engines' maximum length if a prompt of ``tokens`` exceeds it, else ``None``. A
+        replica is asked again before a refusal: an update may have brought a larger maximum."""
         if self._longest is None or tokens > self._longest:
             with contextlib.suppress(ApiError):
                 lengths = [entry.get("max_model_len") for entry in (await self.models())["data"]]
@@ -129,8 +123,7 @@ class Catalog:
         return self._longest if self._longest is not None and tokens > self._longest else None
 
     async def offers_without(self, endpoint: Endpoint) -> Sequence[str] | None:
-        """The endpoints that the engines offer, without ``endpoint``; ``None`` if they offer it, or
-        none is known. As :meth:`exceeded`, what seems to lack is asked again."""
+        """The engines' endpoints if ``endpoint`` is not one (asked again first), else ``None``."""
         if endpoint not in self._endpoints:
             with contextlib.suppress(ApiError):
                 self._endpoints = (await self.models()).get("endpoints", ())
@@ -169,16 +162,8 @@ class Catalog:
 
 
 class Model(NamedTuple):
-    """The replicas of one model.
-
-    Attributes:
-        model: its name in requests.
-        dispatcher: opens responses of its replicas.
-        catalog: the models that its replicas list, and their readiness.
-        metrics: of its requests.
-        adapters: names of its LoRA adapters; a request names one in place of the model.
-        dynamic: its replicas may list further adapters, which they load while they serve.
-    """
+    """The replicas of one model, and the names of its LoRA adapters, which requests name in its
+    place. ``dynamic``: its replicas may load and list further adapters while they serve."""
 
     model: str
     dispatcher: Dispatcher
@@ -189,9 +174,8 @@ class Model(NamedTuple):
 
 
 class ModelRegistry:
-    """Every fleet by its names in requests. One per router process. ``fleets``: at least one.
-    ``edge``: metrics of requests whose model is not known yet. With a single fleet it may be that
-    fleet's metrics. Raises ValueError: there is no fleet, or two share a name."""
+    """Every fleet by its names in requests; one per router process. ``edge``: metrics of requests
+    whose model is not known. Raises ValueError: there is no fleet, or two share a name."""
 
     def __init__(self, fleets: Sequence[Model], edge: RouterMetrics) -> None:
         self.edge = edge
@@ -214,10 +198,8 @@ class ModelRegistry:
         return self._fleets[0].dispatcher.clock
 
     def of(self, model: str | None, allowed: Collection[str] | None = None) -> Model:
-        """The fleet that serves ``model``, the name of a model or of an adapter. ``None`` selects
-        the model if there is only one. Names that are not ``allowed`` are treated as unknown.
-        Raises ApiError: 404; the model does not exist. 400; there are several, and none is named.
-        """
+        """The fleet of a model or adapter; ``None``: the only one. Names not ``allowed`` are
+        unknown. Raises ApiError: 404; unknown. 400; there are several, and none is named."""
         if model is None and len(self._fleets) == 1:
             model = self._fleets[0].model
         if model is None:
@@ -235,10 +217,8 @@ class ModelRegistry:
         allowed: Collection[str] | None = None,
         endpoint: Endpoint | None = None,
     ) -> Model:
-        """As :meth:`of`; also the fleet whose replicas list ``model`` as an adapter. With an
-        ``endpoint``, the fleet offers it, as far as is known. Raises ApiError: as :meth:`of`. 404;
-        the model does not offer ``endpoint``. 503; the replicas that might list it do not answer.
-        """
+        """As :meth:`of`, also by an adapter that replicas list. Raises ApiError: as :meth:`of`;
+        404: no ``endpoint`` there; 503: the replicas that might list the adapter do not answer."""
         fleet: Model | None = None
         if model is not None and model not in self._by_name:
             fleet = await self._dynamic(model, allowed)
@@ -263,16 +243,14 @@ class ModelRegistry:
         return None
 
     async def exceeded(self, model: Any, tokens: int) -> int | None:
-        """The maximum length of ``model`` if a prompt of ``tokens`` exceeds it; ``None`` if it does
-        not, or the length or the model is unknown."""
+        """The maximum length of ``model`` if ``tokens`` exceed it; ``None``: not, or unknown."""
         if model is None and len(self._fleets) == 1:
             model = self._fleets[0].model
         fleet = self._by_name.get(model) if isinstance(model, str) else None
         return None if fleet is None else await fleet.catalog.exceeded(tokens)
 
     async def models(self, allowed: Collection[str] | None = None) -> dict[str, Any]:
-        """The OpenAI list-models body: the ``allowed`` models of every fleet with a replica that
-        answers. Raises ApiError: 503, no replica of any model answered."""
+        """The ``allowed`` models of the fleets that answer. Raises ApiError: 503, none answered."""
         found, failed = await self._ask(lambda fleet: fleet.catalog.models())
         if not found:
             raise next(iter(failed.values()))
@@ -282,8 +260,7 @@ class ModelRegistry:
         return {"object": "list", "data": entries}
 
     async def model(self, name: str, allowed: Collection[str] | None = None) -> dict[str, Any]:
-        """The OpenAI body of one model or adapter. Raises ApiError: 404, the name is unknown or not
-        ``allowed``. 503, no replica of the model answered."""
+        """One model's or adapter's body. Raises ApiError: 404, unknown; 503, no answer."""
         listed = (await (await self.find(name, allowed)).catalog.models())["data"]
         found = next((entry for entry in listed if entry["id"] == name), None)
         if found is None:  # an adapter that its replicas do not list
@@ -292,8 +269,8 @@ class ModelRegistry:
         return entry
 
     async def health(self) -> dict[str, Any]:
-        """Whether requests are taken: ``status`` is ``ok``, or ``degraded`` with the names of the
-        models whose replicas take none. Raises ApiError: 503, no model's replicas take any."""
+        """``ok``, or ``degraded`` with the models that take no requests. Raises ApiError: 503, none
+        does."""
         found, failed = await self._ask(lambda fleet: fleet.catalog.check())
         if not found:
             raise next(iter(failed.values()))
@@ -302,9 +279,7 @@ class ModelRegistry:
     async def _ask(
         self, question: Callable[[Model], Coroutine[Any, Any, Value]]
     ) -> tuple[dict[str, Value], dict[str, ApiError]]:
-        """Each fleet's answer, or its error, by its model's name. All are asked concurrently, so
-        that the timeouts of unreachable fleets do not add up. Raises Exception: what a question
-        raises besides ``ApiError``."""
+        """Each fleet's answer or ApiError by model; concurrent, so that timeouts do not add up."""
         answers = await asyncio.gather(*map(question, self._fleets), return_exceptions=True)
         found: dict[str, Value] = {}
         failed: dict[str, ApiError] = {}

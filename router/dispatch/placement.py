@@ -1,5 +1,4 @@
-"""Placement and admission tier of a call: the controller's decision, and how the call's class
-handles a refusal."""
+"""A call's placement and tier: the controller's decision, and what its class does on a refusal."""
 
 from __future__ import annotations
 
@@ -38,13 +37,11 @@ MAX_WAITING = 256
 """Maximum requests of one class, or of one model without a replica, that wait in one router."""
 
 ASKERS = 4
-"""Requests of a queue that ask: enough that one request which no replica can promise does not
-hold up the others, few enough that a long queue is no load on the controller."""
+"""Requests of a queue that ask: one without a promise must not hold up the others."""
 
 MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
-"""Between two rounds of asking, seconds: half of the time after which there should be capacity,
-within these bounds."""
+"""Longest pause between two rounds of asking (half of the predicted wait), seconds."""
 
 
 def may_wait(decision: RouteDecision) -> bool:
@@ -53,14 +50,8 @@ def may_wait(decision: RouteDecision) -> bool:
 
 
 class Slot:
-    """A request's slot in a queue.
-
-    Attributes:
-        called: set when the request should ask, or has no time left.
-        answered: set when it has asked, or has left.
-        refused: its last refusal, or the last one of any request in the queue before it joined.
-        limit_s: longest wait, by the class and the client, seconds.
-        late: its deadline passes before it has waited for that long.
+    """A request's slot in a queue. ``called``: it should ask, or has no time left. ``refused``: its
+    last refusal, or the queue's before. ``late``: its deadline passes before ``limit_s`` seconds.
     """
 
     def __init__(self, queue: AdmissionQueue, refused: RouteDecision | None) -> None:
@@ -73,8 +64,7 @@ class Slot:
         self.late = False
 
     async def turn(self) -> None:
-        """Return when the request should ask the controller. Raises ApiError: 429; its deadline has
-        passed, or it has waited for too long."""
+        """Return when it should ask. Raises ApiError: 429; it is late, or has waited too long."""
         await self.called.wait()
         if self._expired:
             raise self._queue.timeout(self)
@@ -93,12 +83,8 @@ class Slot:
 
 
 class AdmissionQueue:
-    """The waiting requests of one class: each client's in order of arrival, and clients in turns.
-    ``name``: of the class. entry: its configuration.
-
-    Attributes:
-        refused: the last refusal of any request in it, or sent to it.
-    """
+    """One class's waiting requests: each client's by arrival, and clients in turns. ``refused``:
+    the last refusal of any request in it, or sent to it."""
 
     def __init__(
         self,
@@ -133,17 +119,9 @@ class AdmissionQueue:
         client: Client = ANYONE,
         ttl_s: float = inf,
     ) -> Iterator[Slot]:
-        """A slot at the end of the queue, within the block. The request waits for its turn, asks
-        the controller, and leaves the block unless it :func:`may_wait` on. Raises ApiError: 429;
-        the queue is full.
-
-        Args:
-            due_s: the request's deadline, on the clock; may be infinite.
-            refused: the decision that sent the request here, if it has asked.
-            client: of the request.
-            ttl_s: longest wait that the client accepts, seconds, if the class allows a longer
-                one.
-        """
+        """A slot at the queue's end, within the block, which the request leaves unless it
+        :func:`may_wait` on. ``due_s``: its deadline on the clock. ``ttl_s``: the client's longest
+        wait, seconds. Raises ApiError: 429; the queue is full."""
         self._check_room(client)
         joined_s = self._clock()
         left_s = due_s - joined_s
@@ -218,9 +196,7 @@ class AdmissionQueue:
         return list(islice((slot for slot in rounds if slot is not None), ASKERS))
 
     async def _call(self) -> None:
-        """Call the first few requests to ask, in order and in one turn of the event loop, so that
-        they ask in that order. Repeat at once when the front has changed, else after a pause. Ends
-        when the queue is empty."""
+        """Call the first few in one turn of the event loop, so that they ask in order; repeat."""
         while self._slots:
             if not self._front_changed.is_set():
                 await self._rest()
@@ -249,8 +225,7 @@ class AdmissionQueue:
 
 
 def _retry_after_s(refused: RouteDecision | None) -> float | None:
-    """When a client whose request leaves the queue should retry; ``None`` where the controller has
-    predicted nothing."""
+    """When to retry, seconds; ``None`` if the controller has predicted nothing."""
     return None if refused is None else refused.retry_after_s
 
 
@@ -295,15 +270,9 @@ class ColdStarts:
     async def decided(
         self, client: Client, decision: RouteDecision, ask: Ask, ttl_s: float = inf
     ) -> RouteDecision | None:
-        """Start a replica. Returns the decision once there is one, or ``decision`` if that is a
-        refusal. Raises ApiError: 503; too many requests wait, the start takes too long, or no
-        replica starts.
-
-        Args:
-            decision: with ``starts_in_s``.
-            ask: asks the controller again.
-            ttl_s: longest wait that the client accepts, seconds.
-        """
+        """Start a replica and return the decision then, or ``decision`` if that is a refusal.
+        ``ttl_s``: the client's longest wait, seconds. Raises ApiError: 503; too many wait, the
+        start takes too long, or no replica starts."""
         if decision.reason != NO_REPLICA:
             self._begin(decision)  # a retry is to find a replica
             return decision
@@ -342,8 +311,8 @@ class ColdStarts:
             _log.info("a replica runs, started in %.1f s", self._clock() - begun_s)
 
     async def _turn(self, decision: RouteDecision, left_s: float) -> None:
-        """Return when the request should ask again, after ``left_s`` at the latest. Raises
-        ApiError: no replica starts."""
+        """Return when it should ask, ``left_s`` at the latest. Raises ApiError: no replica
+        starts."""
         runs, start = not self._replicas.asleep, self._begin(decision)
         rest = asyncio.ensure_future(self._pause(min(ASK_AGAIN_S, left_s)))
         try:
@@ -381,8 +350,7 @@ class ColdStarts:
 
 
 def _retrieved(task: asyncio.Task[None]) -> None:
-    """Mark a failure as retrieved: the waiting requests get it, and without any it is not
-    logged."""
+    """Mark a failure as retrieved, so that asyncio does not log it if nobody waits."""
     if not task.cancelled():
         task.exception()
 
@@ -403,8 +371,7 @@ class DecisionService(Protocol):
         """The decision, or ``None`` if the controller does not answer in time."""
 
     def release(self, key: int) -> None:
-        """Release the reservation: the request does not run where it was placed. Returns at
-        once."""
+        """Release a reservation that was not used. Returns at once."""
 
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """These replicas no longer serve requests. Returns at once."""
@@ -419,21 +386,18 @@ class DecisionService(Protocol):
         """A promised response that still runs is late. Returns at once."""
 
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
-        """From now on, about once a second, pass the replicas that are drained or about to stop to
-        ``leaving``."""
+        """About once a second, pass the drained or stopping replicas to ``leaving``."""
 
     def on_push(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """From now on, ask about once a second about the requests that ``waits`` returns, and pass
-        the keys of the ones that are going to miss their TTFT to ``missing``."""
+        """About once a second, ask about ``waits``; those that will miss TTFT go to ``missing``."""
 
 
 UNDECIDED: Final = RouteDecision(None, "undecided")
-"""No decision, as the controller is unreachable or the call needs none: Serve's balancing chooses.
-"""
+"""No decision (controller unreachable, or none needed): Serve's balancing chooses."""
 
 
 def unpromised(decision: RouteDecision) -> RouteDecision:
@@ -480,12 +444,9 @@ class PlacementClient:
         prefill_key: int = 0,
         begun: bool = False,
     ) -> RouteDecision:
-        """The decision on ``call`` under this key. It names none of ``failed``. A traced call gets
-        a span, which includes the time in the admission queue. ``prefill_key``: the key of its
-        prefill, where a separate replica may compute that. ``begun``: some of the answer is sent
-        already: it is served in any tier. Raises ApiError: 429; no replica can promise its SLO,
-        and its class does not allow best effort. 503; the model has no replica, and the call cannot
-        wait for one."""
+        """The decision on ``call`` under this key, none of ``failed``. ``prefill_key``: for a
+        separate prefill replica. ``begun``: a part is sent already, so any tier will do. Raises
+        ApiError: 429; no promise and no best effort. 503; no replica, and it cannot wait."""
         if call.span is None:
             return await self._find(call, key, failed, prefill_key, begun)
         span = call.span.child("decision")
@@ -530,16 +491,14 @@ class PlacementClient:
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
     ) -> RouteDecision | None:
-        """Another decision, under this key, on a promised call that is going to miss its TTFT at
-        ``replica_id``: one that promises what is left of its SLO. ``None``: the call stays."""
+        """A promise elsewhere for a call that will miss its TTFT at ``replica_id``, or ``None``."""
         decision = await self._ask(call, key, failed, 0, _GUARANTEED_ONLY, replica_id)
         return decision if decision is not None and decision.tier is Tier.GUARANTEED else None
 
     async def with_kv(
         self, call: Call, key: int, avoid: Sequence[str], replica_id: str, tiers: frozenset[Tier]
     ) -> RouteDecision | None:
-        """A decision, under this key, on the rest of a stream that runs at ``replica_id`` and moves
-        with its KV, to none of ``avoid``. ``None``: it stays."""
+        """A decision on a stream that moves with its KV, none of ``avoid``. ``None``: it stays."""
         found = await self._ask(call, key, avoid, 0, tiers, replica_id, brings_kv=True)
         if found is None or found.replica_id is None:
             return None
@@ -549,8 +508,7 @@ class PlacementClient:
         return found
 
     def _note(self, call: Call, decision: RouteDecision) -> None:
-        """Remember that the class has no promised capacity left. A promise does not end that: under
-        overload there are promises between refusals."""
+        """Remember that the class is out of capacity; promises between refusals do not end that."""
         refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
         asked = call.slo.stated and not call.best_effort and not decision.over_share
         if asked and (refused or decision.tier is Tier.BEST_EFFORT):
@@ -579,8 +537,7 @@ class PlacementClient:
     async def _decide(
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision | None:
-        """The controller's decision; after a wait in the admission queue if the class queues.
-        Raises ApiError: 429; the queue is full, or the call waited for too long."""
+        """The decision, after the class's queue if any. Raises ApiError: 429; full, or too long."""
         tiers = self._tiers(call, begun)
         queue = self._queues.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
@@ -607,10 +564,9 @@ class PlacementClient:
         prefill_key: int,
         tiers: frozenset[Tier],
     ) -> RouteDecision | None:
-        """The controller's decision now, or once the model has a replica. If the controller does
-        not answer, and has just reported that there is no capacity, a call that needs a promise
-        is refused: a client that asks often would get in by a late answer. Raises ApiError: 503;
-        the model has no replica, and the call cannot wait for one."""
+        """The controller's decision, now or after a cold start. While the controller does not
+        answer and has just reported no capacity, a call that needs a promise is refused: a client
+        that asks often would get in by a late answer."""
         decision = await self._ask(call, key, failed, prefill_key, tiers)
         if decision is not None and decision.starts_in_s is not None:
             decision = await self._cold_starts.decided(

@@ -32,9 +32,8 @@ _RESOLUTION_S: Final = 1e-3
 
 
 class DisconnectGuard:
-    """Cancels the block inside it when the client leaves or the router stops, and then ends it
-    without an exception: an ASGI server does not cancel a handler whose client left. ``receive``
-    must belong to a request whose body was read."""
+    """Cancels its block, without an exception, when the client leaves or the router stops: an ASGI
+    server does not. ``receive`` must belong to a request whose body was read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -71,9 +70,8 @@ class DisconnectGuard:
 
 
 class TimeoutSend:
-    """Forwards the messages of one response within the block, and drops a client that reads nothing
-    for ``limit_s``: the server blocks the sending task once its buffers are full. One timer watches
-    the whole response: a timer per message would cost more than the sending."""
+    """Forwards one response's messages, and drops a client that reads nothing for ``limit_s``. One
+    timer per response: one per message would cost more than the sending."""
 
     def __init__(self, send: Send, limit_s: float) -> None:
         self._send = send
@@ -135,8 +133,7 @@ _CHUNK: Final = re.compile(rb'^data: \{(?="id")', re.MULTILINE)
 
 
 def with_tier(data: bytes, endpoint: Endpoint, tier: str | None, streams: bool) -> bytes:
-    """Whole events of an answer, or a whole answer, with the tier in it. ``O(bytes)``. ``tier``: a
-    configured tier; ``None``: the request names none."""
+    """Whole events or a whole answer, with ``tier`` (``None``: unnamed) in it. ``O(bytes)``."""
     if tier is None or not data:
         return data
     field = b'"service_tier":' + json.dumps(tier).encode()
@@ -159,9 +156,8 @@ _PROMISED_HEADERS = (
 
 
 class CallResponse(Response):
-    """Serves one call and accounts for it, however it ends. ``stalled_reader_s``: the client is
-    dropped when it reads nothing for this long, seconds. ``fetches``: the client's side can fetch a
-    stream from the replica."""
+    """Serves one call and accounts for it, however it ends. ``stalled_reader_s``: seconds without a
+    read after which the client is dropped. ``fetches``: it can fetch a stream from the replica."""
 
     def __init__(
         self,
@@ -303,8 +299,7 @@ class CallResponse(Response):
         return Outcome.of_status(head.status)
 
     def _emit(self, tokens: int, now_s: float | None, reasoned: int = 0) -> float | None:
-        """Count tokens, see :meth:`TokenClock.emit`. Returns the seconds since the last ones, if
-        there were any."""
+        """Count tokens, and return the seconds since the last ones, if there were any."""
         clock = self._clock
         last_s, before = clock.last_token_s, clock.tokens
         at_s = self._dispatcher.clock() if now_s is None else max(now_s, last_s or now_s)

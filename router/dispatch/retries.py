@@ -40,11 +40,7 @@ NOT_RESUMABLE = (
 
 
 def may_split(call: Call) -> bool:
-    """Whether a P/D pair may serve the call. ``O(messages)``.
-
-    Not if the answer includes results of the prefill, nor with media: their features would have to
-    be transferred, too.
-    """
+    """Whether a P/D pair may serve the call: no prefill results in the answer, no media."""
     body = call.body
     whole = any(_is_set(body.get(name)) for name in _WHOLE)
     return _is_single(call) and not whole and _is_text(body)
@@ -56,9 +52,8 @@ def may_resume(call: Call) -> bool:
 
 
 def may_migrate(call: Call) -> bool:
-    """Whether its stream may move to another replica although its own one works. ``O(messages)``.
-    Not with media, whose features would have to be transferred, too, nor if its tokens are drawn by
-    a seed: the state of the random numbers does not move."""
+    """Whether its stream may leave a working replica. Not with media, whose features do not move,
+    nor with a seed: the state of the random numbers does not move."""
     body = call.body
     drawn = body.get("seed") is not None and body.get("temperature") != 0
     return may_resume(call) and not drawn and _is_text(body)
@@ -72,8 +67,7 @@ def prefill_id_of(request_id: str) -> str:
 def prefill_of(
     whole: EngineRequest, kv_transfer_s: float, trace: Mapping[str, str]
 ) -> EngineRequest:
-    """The prefill phase of a request whose first token comes ``kv_transfer_s`` after it. ``trace``:
-    its own trace context."""
+    """A request's prefill, whose first token comes ``kv_transfer_s`` after it."""
     return replace(
         whole,
         request_id=prefill_id_of(whole.request_id),
@@ -93,8 +87,7 @@ def prompt_slo(slo: SLO, kv_transfer_s: float) -> SLO:
 
 
 def rest_of(call: Call, tokens: int, slo: SLO) -> Call:
-    """The rest of a call whose client has ``tokens`` output tokens: they are part of the prompt.
-    ``slo`` is that of the rest."""
+    """The rest of a call: the client's ``tokens`` join the prompt. ``slo``: of the rest."""
     prompt = call.prompt
     left = max(1, call.output_tokens - tokens) if call.output_tokens else 0
     size = PromptSize(prompt.characters, prompt.tokens + tokens)
@@ -132,8 +125,7 @@ EMPTY_POOLS_PAUSE_S = 0.25
 
 
 class Pools:
-    """One per router process and model. ``roles``: of the existing pools, in the order in which
-    they are asked to serve a whole call. ``single``: there is one pool only."""
+    """One per router process and model. ``roles``: in the order in which they serve whole calls."""
 
     def __init__(
         self,
@@ -161,10 +153,8 @@ class Pools:
         self._last_empty_s = -inf
 
     async def wait(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """A pool was empty: return when another one, or all of them again, may be asked. All
-        together get the time for which a single pool keeps requests waiting, counted from when all
-        were first found empty. Raises ReplicaFailedError: ``failure``; they have been empty for too
-        long."""
+        """After an empty pool, return when the next may be asked. All pools together get one pool's
+        wait, from when all were first empty. Raises ReplicaFailedError: ``failure``, after that."""
         if self._left(answer):
             return
         now_s = self._clock()
@@ -230,14 +220,12 @@ class RetryBudget:
 
 
 RETRY_PAUSE_S: Final = 0.02
-"""Pause before the second attempt, doubled before each later one, seconds: a backoff, and time for
-the report of a dead replica to arrive."""
+"""Before the second attempt, then doubled, seconds: reports of dead replicas need time."""
 
 
 class RetryPolicy:
-    """Limits attempts by call and, by the budget, in total. An attempt that found a pool empty does
-    not count, and is repeated when another pool may be asked. ``budget``: of the router process.
-    ``pools``: where attempts go."""
+    """Limits attempts by call and, by the process's ``budget``, in total; empty pools do not
+    count."""
 
     def __init__(
         self,
@@ -252,8 +240,7 @@ class RetryPolicy:
         self._pause = pause
 
     async def before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Return when another attempt may be made. Raises ReplicaFailedError: no further attempt
-        may be made."""
+        """Wait until another attempt may be made. Raises ReplicaFailedError: none may."""
         if answer.verdict is not None:
             raise answer.verdict from failure
         if failure.reason is Reason.NO_REPLICA:

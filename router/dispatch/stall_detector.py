@@ -1,13 +1,8 @@
 """Detects attempts whose replica is unresponsive: neither an error nor a token arrives.
 
-A replica may be silent for good reasons, so silence only triggers a probe. A replica that answers
-that it has the request is waited for: its own watchdog ends it if its engine makes no step. One
-that reports that its engine hangs, or misses two probes in a row, is unresponsive: its attempts are
-abandoned, each only if another attempt may be made and another replica is alive; else waiting is
-better. A call ends with an error after :data:`SILENCE_S` without a sign of life, whatever failed.
-
-One task checks all attempts a few times a second, and a replica gets one probe for all of its
-silent attempts."""
+Silence only triggers a probe, one per replica. A replica that confirms the request is waited for:
+its own watchdog ends a hung engine. One that reports a hang, or misses two probes in a row, loses
+the attempts that may continue at another live replica. A call fails after :data:`SILENCE_S`."""
 
 from __future__ import annotations
 
@@ -45,22 +40,19 @@ REMEMBERED_S = 60.0
 """How long an unresponsive replica stays marked as such if nothing was heard of it, seconds."""
 
 SEARCHES = 3
-"""Probes to find a live replica in a pool. The first goes to the least loaded replica that is not
-known to be unresponsive, the others to any that Serve chooses."""
+"""Probes to find a live replica in a pool: the least loaded one, then any of Serve's choice."""
 
 SILENCE_S = 60.0
 """Longest time of a call at replicas without a sign of life, seconds."""
 
 LEAVING_S = 3_600.0
-"""As long a drain of a replica that cannot be probed any more counts as a sign of life, seconds.
-Serve ends it after ``drain_timeout_s``."""
+"""A drain without probes counts as life this long, seconds; ``drain_timeout_s`` ends it."""
 
 OWN_GAP_S = 5.0
 """A longer time between two checks is a stall of this process, and counts for no call, seconds."""
 
 ON_THE_WAY_S = 10.0
-"""A request from which nothing has arrived is lost if its replica does not know it after this time.
-"""
+"""A silent request unknown to its replica after this is lost, seconds."""
 
 _NOBODY = Progress("", hung=False)
 
@@ -97,8 +89,7 @@ class _Suspect:
 
 
 class StallDetector:
-    """Watches the open attempts. One per router process and model, on its event loop. ``budget``:
-    of retries. ``after_s``: silence after which a replica is probed, seconds."""
+    """Watches a model's open attempts on its event loop. ``after_s``: silence before a probe, s."""
 
     def __init__(
         self,
@@ -207,9 +198,8 @@ class StallDetector:
             await self._move(suspect, here, asked_s)
 
     async def _leave_replaced(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
-        """Serve no longer lists the replica, so it cannot be probed. A draining replica finishes
-        its requests, so nothing is done. If it was unresponsive before, its attempts are abandoned:
-        Serve would wait for it as long as a drain may take."""
+        """Serve no longer lists the replica, so it cannot be probed: let it drain, but abandon its
+        attempts if it was unresponsive before, as Serve waits for the whole drain."""
         hung_s = self._hung.get(suspect.replica_id)
         if hung_s is None or any(each.heard and each.heard_s > hung_s for each in here):
             drains = self._replicas.is_leaving(suspect.replica_id)
@@ -223,8 +213,7 @@ class StallDetector:
     def _abandon_lost(
         self, suspect: _Suspect, named: dict[str, Attempt], told: Progress, asked_s: float
     ) -> None:
-        """Fail the attempts that a live replica has reported as unknown twice: they are lost. The
-        first time, their last items may have been in flight."""
+        """Fail attempts twice reported unknown; once, their last items may have been in flight."""
         lost = suspect.unknown.intersection(told.unknown)
         suspect.unknown = (suspect.unknown - named.keys()) | frozenset(told.unknown)
         for attempt in (named[name] for name in lost):
@@ -233,8 +222,7 @@ class StallDetector:
                 self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
 
     async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
-        """Fail the attempts at an unresponsive replica that may be retried or resumed on another
-        one."""
+        """Fail an unresponsive replica's attempts that another one may retry or resume."""
 
         def stuck(attempt: Attempt) -> bool:
             return attempt in self._attempts and attempt.waits and attempt.heard_s <= asked_s
@@ -247,9 +235,8 @@ class StallDetector:
                 self._abandon(attempt, failure)
 
     def _may_leave(self, attempt: Attempt, answer: Answer) -> bool:
-        """Whether an attempt at a replica that hangs is abandoned: for another one, which is then
-        granted, or finally if it may be the cause. A call that cannot be resumed on another replica
-        waits: its replica may recover."""
+        """Whether an attempt leaves a hung replica: another attempt is granted, or it may be the
+        cause. A call that cannot be resumed waits: the replica may recover."""
         if ends_when_hung(answer.call):
             return True
         transcript = answer.transcript
@@ -281,8 +268,7 @@ class StallDetector:
     async def _ask(
         self, names: tuple[str, ...], target: str | None, avoid: tuple[str, ...], role: Role
     ) -> Progress | None:
-        """The answer, or ``None`` if there is none in time. An error that the replica itself raises
-        counts as an answer."""
+        """The answer, ``None`` if late. An error of the replica itself counts as one."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._replicas.progress(names, target, avoid, role)

@@ -1,11 +1,7 @@
 """Detects requests that may be the cause of lost replicas; docs/reliability.md has the rules.
 
-A replica is *lost* when it dies, its engine dies, its connection breaks, or it hangs. Its requests
-are *suspected* and retried; no two suspects begin at one replica at the same time. A suspect is
-*cleared* after a while at the next replica, and *blamed* if that is lost, too, after it has
-confirmed the request. A blamed request ends with an error and is *quarantined*: the same body of
-the same client is refused for a while. Structured output, which can stop an engine between its
-steps, is blamed for a hang at once, and quarantined after the second."""
+*Suspected*: at a lost replica. *Cleared*: after a while at the next one. *Blamed*: that is lost,
+too. *Quarantined*: the same body of the same client is refused for a while."""
 
 from __future__ import annotations
 
@@ -53,8 +49,7 @@ _LOST = "Several replicas were lost while they served this request. It is not re
 
 @dataclass(slots=True)
 class _Content:
-    """Record of one content: how many replicas were lost with it, until when that counts, and how
-    long the last one served it."""
+    """One content: replicas lost with it, until when that counts, how long the last served it."""
 
     losses: int
     until_s: float
@@ -62,11 +57,10 @@ class _Content:
 
 
 class Suspicion:
-    """Applies the rules above. One per router process and model.
+    """Applies the rules of docs/reliability.md; one per router process and model.
 
-    The cost is a lookup in an empty table for an ordinary request, and ``O(open attempts)`` for a
-    suspect when a replica is lost. A body is hashed only while some content is remembered, and only
-    if its size equals that of one."""
+    ``O(1)`` for ordinary requests, ``O(open attempts)`` for a suspect when a replica is lost. A
+    body is hashed only if its size equals that of a remembered one."""
 
     def __init__(
         self, attempts: OpenAttempts, metrics: RouterMetrics, clock: Callable[[], float]
@@ -96,8 +90,8 @@ class Suspicion:
 
     @asynccontextmanager
     async def trial(self, place: str | None) -> AsyncIterator[None]:
-        """Enclose the start of a suspect's attempt at ``place``: no other suspect starts there
-        meanwhile, if possible."""
+        """Enclose the start of a suspect's attempt: no other suspect starts at ``place``
+        meanwhile."""
         name = replica_of(place or "")
         mine = asyncio.Event()
         try:
@@ -142,8 +136,7 @@ class Suspicion:
         return self._clock() - attempt.made_s >= max(CLEARED_S, case.lasted_s)
 
     def _blamed(self, attempt: Attempt) -> frozenset[Attempt]:
-        """The attempts that are blamed for the loss of the replica of ``attempt``: decided when the
-        first attempt there fails."""
+        """The attempts blamed for a loss, decided when the first attempt there fails."""
         now_s, place = self._clock(), _replica(attempt)
         for name in [name for name, (at_s, _) in self._lost.items() if now_s - at_s > ONE_LOSS_S]:
             del self._lost[name]

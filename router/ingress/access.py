@@ -26,18 +26,11 @@ _OWN_SITES: Final = frozenset((b"none", b"same-origin"))
 
 
 class SiteCheck:
-    """Refuses requests of other sites.
+    """Refuses requests of other sites, by ``Origin``, ``Sec-Fetch-Site`` and ``Host``; only
+    ``Host`` shows a page whose name was made to resolve to this server (DNS rebinding).
 
-    A page shows itself by ``Origin`` or ``Sec-Fetch-Site``. A page whose host name resolves to this
-    server (DNS rebinding) is of the same site for the browser, and shows itself only by that name,
-    in ``Host``.
-
-    Args:
-        what: that is open, for the message.
-        host: address that the server is bound to, or its name.
-        is_shared: others than this machine's programs may send, under a name of the server that is
-            unknown here: any name is accepted from what is no browser.
-        origins: whose pages may send; ``*``: any.
+    ``host``: the bound address or name. ``is_shared``: other machines may send under unknown names,
+    so any name is accepted from what is no browser. ``origins``: whose pages may send; ``*``: any.
     """
 
     def __init__(
@@ -51,8 +44,8 @@ class SiteCheck:
         self._names -= {"", "0.0.0.0", "::"}
 
     def check(self, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool = False) -> None:
-        """Return if these raw request headers (lower-case names) are not of another site.
-        ``by_gateway``: an Envoy sent it, which is shared. Raises ApiError: 403."""
+        """Raises ApiError: 403, these raw headers are of another site. ``by_gateway``: an Envoy
+        sent them."""
         if self._is_off:
             return
         found = dict(headers)
@@ -116,8 +109,7 @@ def is_page(path: str) -> bool:
 
 
 class AdminAccess:
-    """Admits or refuses requests to the admin API. One per router process. Raises ValueError,
-    OSError: the key file cannot be used."""
+    """Access to the admin API. Raises ValueError, OSError: the key file cannot be used."""
 
     def __init__(self, config: AdminConfig, metrics: KeyMetrics | None = None) -> None:
         self.on = config.access != "off"
@@ -126,8 +118,7 @@ class AdminAccess:
         self._keys = KeyRing(config.keys, config.keys_file, ring="admin", metrics=metrics)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """The client that sent these raw request headers (lower-case names), if it has access.
-        Raises ApiError: 401, or 403 if no key could give access."""
+        """The client by raw headers. Raises ApiError: 401, or 403 if no key could give access."""
         if self._sites is not None:
             self._sites.check(headers)
             return ANYONE
@@ -148,8 +139,7 @@ OPEN_PATH: Final = "/health"
 """Needs no key: load balancers probe it."""
 
 LIVE_PATH: Final = "/-/healthz"
-"""Needs no key: whether this router takes requests, whatever its replicas do. Serve's own proxies
-have this path, and KubeRay asks for it."""
+"""Needs no key: whether this router takes requests, whatever its replicas do (KubeRay asks)."""
 
 PING_PATH: Final = "/ping"
 """The same by the name that SageMaker probes."""
@@ -166,15 +156,11 @@ def is_for_operators(path: str) -> bool:
 
 
 class Access:
-    """Access control by path. One per router process.
+    """Access control by path; one per router process. The API is open, but for pages of other
+    sites, if neither keys nor tokens are configured.
 
-    - The API needs an API key or a token; if neither is configured, it is open, but for pages of
-      other sites.
-    - ``/metrics`` shows the names and counts of all clients. If the API is not open, it needs a
-      separate metrics key, unless it is open by configuration; never for pages of other sites.
-    - The admin API needs an admin key. The live page holds no data and needs no key.
-
-    Raises ValueError, OSError: a key file cannot be used."""
+    ``/metrics`` shows all clients' names and counts: it needs a metrics key unless the API or
+    itself is configured open. Raises ValueError, OSError: a key file cannot be used."""
 
     def __init__(
         self,
@@ -201,9 +187,8 @@ class Access:
     def check(
         self, path: str, headers: Iterable[tuple[bytes, bytes]], by_gateway: bool = False
     ) -> Client:
-        """The client that requests ``path`` with these raw request headers, itself or by an Envoy.
-        Raises ApiError: 401, 403 if no key could give access, or 503 if a token cannot be checked
-        now."""
+        """The client that requests ``path`` with these raw headers. Raises ApiError: 401; 403, no
+        key could give access; 503, a token cannot be checked now."""
         if path in (OPEN_PATH, LIVE_PATH, PING_PATH, ROOT_PATH):
             return ANYONE
         if path == METRICS_PATH:

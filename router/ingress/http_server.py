@@ -77,10 +77,7 @@ class Clients(ServerState):
 
 
 class ClientProtocol(HttpToolsProtocol):
-    """A connection. :meth:`check` is to be called about once a second.
-
-    A client that closes its sending side is answered: see :meth:`eof_received`.
-    """
+    """A connection. Call :meth:`check` about once a second."""
 
     server_state: Clients
 
@@ -124,9 +121,8 @@ class ClientProtocol(HttpToolsProtocol):
             self._head_bytes = 0
 
     def _feed(self, data: bytes) -> None:
-        """Parse ``data``. A client that asks for another protocol, as Java's does for HTTP/2, gets
-        HTTP/1.1, which allows that. The parser skips the body of such a request and stops: another
-        one reads the request without the question, and what follows. Raises
+        """Parse ``data``. A request to upgrade (Java's to HTTP/2) is answered in HTTP/1.1: the
+        parser skips its body and stops, so a second parser reads it without the upgrade. Raises
         httptools.HttpParserError: it is malformed, or a method below has refused it."""
         while data:
             try:
@@ -145,9 +141,9 @@ class ClientProtocol(HttpToolsProtocol):
             self.parser.feed_data(head)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. It may still read, as after ``shutdown(SHUT_WR)``, or be gone:
-        TCP has one sign for both. So its complete requests are answered, and it is asked whether it
-        reads. TLS has no such state: its clients are gone."""
+        """The client sends no more, but may still read: TCP has one sign for a half-close and for a
+        client that is gone. So its requests are answered, and it is probed. A TLS client is gone.
+        """
         waits = self.busy and not self.cycle.more_body
         if not waits or self._lingers or self.scheme == "https":
             return False
@@ -334,12 +330,8 @@ class ClientProtocol(HttpToolsProtocol):
         self.transport.write_eof()
 
     def _ask_whether_it_reads(self) -> None:
-        """Send a byte of urgent data: readers skip it, and the kernel of a client that has closed
-        its socket answers with a reset.
-
-        At most once within an answer: a second one would make the first an ordinary byte for a
-        reader that has not come so far.
-        """
+        """Send a byte of urgent data: readers skip it, and a closed socket's kernel answers with a
+        reset. Once per answer: a second one would make the first an ordinary byte."""
         self._ask_again_s = inf
         connection = self.transport.get_extra_info("socket")
         if self.transport.is_closing() or self.transport.get_write_buffer_size():
@@ -352,8 +344,7 @@ class ClientProtocol(HttpToolsProtocol):
             self._ask_again_s = self.loop.time() + ASK_EVERY_S
 
     def _look_whether_it_reads(self) -> None:
-        """Drop a client whose kernel has reset the connection. The event loop does not notice: it
-        no longer reads."""
+        """Drop a client whose kernel has reset: a loop that does not read never notices."""
         if self.transport.is_closing():
             return
         connection = self.transport.get_extra_info("socket")
@@ -390,8 +381,7 @@ class _LastExchange(_Exchange):
 
 
 class _OldExchange(_LastExchange):
-    """One with a client of HTTP/1.0, which knows no chunks: the end of the connection ends the
-    body."""
+    """One with HTTP/1.0, which knows no chunks: the connection's end ends the body."""
 
     async def send(self, message: Any) -> None:
         """Called by the application."""
@@ -444,8 +434,8 @@ _OTHER_FILES: Final = 256
 
 
 class HttpServer:
-    """Serves ``app``, its lifespan included, by the limits of ``config``. ``idle_s``: longest
-    silence between two requests of a connection, seconds."""
+    """Serves ``app`` and its lifespan. ``idle_s``: longest silence between two requests,
+    seconds."""
 
     def __init__(self, app: FastAPI, config: RouterConfig, idle_s: float = IDLE_S) -> None:
         self._app = app
@@ -469,8 +459,8 @@ class HttpServer:
         return self._server is not None and self._server.is_serving()
 
     async def start(self, listener: socket.socket) -> None:
-        """Serve at a bound socket, see :func:`bound`, which is the server's from now on. Raises
-        OSError, ssl.SSLError: the certificate cannot be used."""
+        """Serve at a :func:`bound` socket, which the server owns from now on. Raises OSError,
+        ssl.SSLError: the certificate cannot be used."""
         if self._config.tls is not None:
             self._certificate = Certificate(self._config.tls)
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
@@ -497,10 +487,8 @@ class HttpServer:
         self._checks = asyncio.create_task(self._check())
 
     async def drain(self, limit_s: float, listening: bool = False) -> None:
-        """Take no new requests, and return when all are answered. Those that still run after
-        ``limit_s`` end with an error. ``listening``: refuse new requests with a 503. Otherwise the
-        listening socket closes, and the system gives new connections to other routers of the port.
-        """
+        """Return when all requests are answered; after ``limit_s`` they end with an error.
+        ``listening``: refuse new ones with a 503; else they go to other routers of the port."""
         self.clients.stops = True
         if not listening:
             self._close_listener()
@@ -549,8 +537,7 @@ class HttpServer:
 
 
 class Certificate:
-    """The certificate of TLS, read again when its file changes. Raises OSError, ssl.SSLError: it
-    cannot be used."""
+    """TLS certificate, read again when changed. Raises OSError, ssl.SSLError: it cannot be used."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
@@ -580,8 +567,7 @@ class Certificate:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address that several routers of this machine share. Raises OSError: another
-    program has the address."""
+    """A socket that several routers here share. Raises OSError: another program has the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     options = [

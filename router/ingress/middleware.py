@@ -1,5 +1,4 @@
-"""Ingress middleware, the first stage of a request: its id, its key, and its admission to the
-router."""
+"""Ingress middleware, the first stage of a request: its id, key and admission to the router."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ from sluice.telemetry.logs import of_request
 # for packets: a single long step of the loop causes no refusals.
 
 REFUSALS_PER_S: Final = 100.0
-"""Refusals that one router sends per second, so that clients which retry at once cannot keep it
-busy; further ones wait for their turn."""
+"""Refusals a router sends per second, so that clients retrying at once cannot keep it busy."""
 
 MAX_HOLD_S: Final = 5.0
 """Longest time that a refusal waits for its turn, seconds."""
@@ -62,13 +60,8 @@ _RISE: Final = 1.1
 
 
 class Pace:
-    """Spaces out refusals. One per router process. ``O(1)``.
-
-    Args:
-        per_s: refusals a second. After a pause, this many may be sent at once.
-        most: maximum number of waiting refusals; further ones are sent without a wait.
-        gauge: shows the number of waiting refusals.
-    """
+    """Spaces out refusals: ``per_s`` a second, of which as many at once after a pause. Beyond
+    ``most`` waiting ones, refusals are sent without a wait. One per router process."""
 
     def __init__(
         self,
@@ -107,10 +100,8 @@ class Pace:
 class Shedder:
     """Decides which new requests a router accepts while its event loop falls behind.
 
-    All clients have the same limit on their request rate. While there is a standing delay, the
-    limit falls, starting at the rate of the client that sends the most; without one, it rises. So
-    the clients that send few requests are refused last. Memory for the clients of the last
-    :data:`PERIOD_S`."""
+    Clients share one rate limit, which falls from the busiest client's rate while there is a
+    standing delay, and rises without one: clients that send little are refused last."""
 
     def __init__(
         self,
@@ -162,8 +153,7 @@ class Shedder:
         self._came.clear()
 
     def _set_rate(self, most: float) -> None:
-        """Update the rate after a period in which no client has sent more than ``most`` requests a
-        second."""
+        """Update the rate after a period. ``most``: the busiest client's requests a second."""
         if self._least_delay_s > MAX_DELAY_S:
             least = ALWAYS_PER_S / max(1, len(self._came))
             self._rate = max(least, _FALL * min(self._rate, most))
@@ -177,9 +167,8 @@ class Shedder:
 
 
 class Cors:
-    """ASGI middleware outside the ingress middleware, because a browser's preflight request carries
-    no key. It never allows cookies, nor the paths for operators. ``origins``: allowed ones, such as
-    ``https://app.example``; ``*``: any."""
+    """ASGI middleware outside the ingress middleware: a browser's preflight has no key. Never
+    allows cookies or operators' paths. ``origins``: as ``https://app.example``; ``*``: any."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app = app
@@ -198,26 +187,18 @@ class Cors:
 
 
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
-"""Paths whose POST counts towards request rate limits. The others cost little, and the requests of
-a batch must not block its cancellation."""
+"""Whose POST counts towards rate limits; a batch must not block its own cancellation."""
 
 _PACED_STATUSES = frozenset((401, 429, 503))
 """After these statuses clients retry the same request."""
 
 
 class IngressMiddleware:
-    """ASGI middleware around the API.
+    """ASGI middleware around the API: request ids, access, limits and overload, before bodies are
+    read.
 
-    - Every request gets an id from the router, which is returned in every response.
-    - :mod:`sluice.router.ingress.access` checks access to paths.
-    - Inference requests beyond ``max_in_flight``, or beyond a client's share of the slots, are
-      refused before their body is read; so are requests, uploads and new batches beyond a key's
-      rate limits, and some requests while the router is overloaded.
-    - Refusals are paced. Those of requests without a valid key have a separate rate, so that they
-      do not delay others; health probes are answered at once.
-    - The bodies of all requests in flight have at most ``max_held_bytes`` together.
-
-    A path with a slash at its end is the one without."""
+    Refusals are spaced out; those without a valid key have a separate rate, so that they do not
+    delay others. ``max_held_bytes``: of all bodies in flight. A path may end with a slash."""
 
     def __init__(
         self,
@@ -272,8 +253,7 @@ class IngressMiddleware:
         send: Send,
         refusal: list[Message],
     ) -> bool:
-        """Answer the request; a refusal is stored in ``refusal`` and not sent. Returns whether the
-        client has access."""
+        """Answer, or store a refusal in ``refusal``. Returns whether the client has access."""
         scope.setdefault("state", {})["arrival"] = arrival
         named = [(wire.REQUEST_ID_HEADER.encode(), arrival.request_id.encode())]
 

@@ -1,5 +1,4 @@
-"""The router's metrics. Every label is bounded: classes by configuration, priorities 1 to 10, names
-of clients and models by :class:`ClientNames`."""
+"""The router's metrics. Every label is bounded; client and model names by :class:`ClientNames`."""
 
 from __future__ import annotations
 
@@ -23,12 +22,8 @@ if TYPE_CHECKING:
 
 
 class Families:
-    """Metrics in ``registry``. ``text`` is their documentation, ``labels`` the names of theirs.
-
-    The library looks up a series by its labels under a lock, and each request has dozens. So
-    :meth:`counters` and :meth:`histograms` return a lookup that remembers what it has found: it has
-    no more entries than there are series.
-    """
+    """Metrics in ``registry``. The library finds a series under a lock, and each request has
+    dozens: :meth:`counters` and :meth:`histograms` return a lookup that remembers each series."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -129,17 +124,12 @@ class MoveReason(enum.StrEnum):
 
 
 class RequestFigures(NamedTuple):
-    """A request's figures, made once at its end: all that count or tell of it read them here.
+    """A request's figures, made once at its end; seconds from its arrival, ``ended_s`` by the
+    clock.
 
-    Attributes:
-        ended_s: when it ended, on the router's clock; the other times count from its arrival.
-        missed: its objectives that were not met, see :meth:`TokenClock.missed`.
-        judged_s: of a request with stages: TTFT, TPOT and end-to-end time of its worst ones.
-        sent: tokens of the first choice that reached the client.
-        generated: output tokens, by the engine if the response ended by itself, else those sent.
-        prompt, cached: prompt tokens, and those of a prefix cache; ``None`` unless the response
-            ended by itself.
-        queued_s: until the first batch that it was in, if the engine reports it.
+    ``judged_s``: TTFT, TPOT and end-to-end time of the worst stages. ``sent``: first choice's
+    tokens that reached the client. ``generated``: by the engine, or those sent if the response
+    broke off. ``prompt``, ``cached``: ``None`` then. ``queued_s``: until its first batch, if known.
     """
 
     slo: SLO
@@ -169,8 +159,7 @@ class RequestFigures(NamedTuple):
         cached: int = 0,
         queued_s: float | None = None,
     ) -> RequestFigures:
-        """The figures of a request whose tokens ``clock`` has seen. ``tail``: of its response, if
-        that ended by itself."""
+        """The figures by ``clock``. ``tail``: of a response that ended by itself."""
         slo = clock.slo
         return cls(
             slo,
@@ -301,8 +290,7 @@ class AdmissionMetrics:
         self._admissions(service_class, tier.value).inc()
 
     def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
-        """Count a request that the router did not serve. Client errors other than exceeding a limit
-        do not count as refusals."""
+        """Count an unserved request; of client errors only exceeded limits are refusals."""
         if RULES[reason].status in _REFUSING:
             self._refusals(service_class, reason.value).inc()
 
@@ -317,14 +305,9 @@ class AdmissionMetrics:
         failed: bool,
         moved: bool = False,
     ) -> bool | None:
-        """Count a promised request that ended. Returns whether its SLO was met; ``None`` if that is
-        unknown.
-
-        It was met if the answer did not fail and every stated objective was met: TTFT, TPOT and end
-        to end. If the client left, the tokens until then count; if it left without a token and
-        before its deadlines, the outcome is unknown. ``moved``: it has left a replica that was
-        going to miss its TTFT.
-        """
+        """Count a promised request that ended, and return whether its SLO was met. ``None``,
+        unknown: the client left without a token before the deadlines. ``moved``: it left a late
+        replica."""
         slo, ttft_s, missed = figures.slo, figures.ttft_s, figures.missed
         service_class = slo.service_class
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
@@ -374,16 +357,14 @@ OPERATIONS: dict[Endpoint, str] = {
     "transcriptions": "transcription",
     "translations": "translation",
 }
-"""The conventions' names of what the scheduled endpoints do; they have none for scores and for
-speech."""
+"""The conventions' names of the endpoints' operations; none exist for scores and speech."""
 
 _OPERATION = "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"
 
 
 class UsageMetrics:
-    """What requests used and how long they took. ``clients`` label those that
-    count clients. A request costs a constant number of observations, a stream one more for each
-    piece with tokens."""
+    """What requests used and how long they took; a stream costs an observation per piece with
+    tokens."""
 
     def __init__(self, make: Families, clients: ClientNames) -> None:
         self._clients = clients
@@ -485,10 +466,8 @@ DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1,
 class RouterMetrics:
     """The router's metrics, in their own registry.
 
-    Latencies are those of :class:`~sluice.scheduling.request.objective.TokenClock`: tokens of the
-    first choice, when their bytes are written to the socket; for a plain response, when they left
-    the engine. The gain of first and of later tokens is counted apart, as their weights (ProServe's
-    ``w_p`` and ``w_d``) are the mean input and output of what is shown."""
+    Latencies are the first choice's, when written to the socket; a plain response's, when it left
+    the engine. First and later tokens are apart for ProServe's weights ``w_p`` and ``w_d``."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -616,8 +595,7 @@ class RouterMetrics:
         self._fallbacks(reason.value).inc()
 
     def migrated(self, reason: MoveReason, transferred: bool, pause_s: float) -> None:
-        """Observe a running stream that another replica continues after ``pause_s`` seconds.
-        ``transferred``: its replica gave the KV away."""
+        """A stream continued elsewhere after ``pause_s``. ``transferred``: with its KV."""
         kv = "transferred" if transferred else "recomputed"
         self._pauses(reason.value, kv).observe(pause_s)
 

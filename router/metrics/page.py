@@ -34,15 +34,11 @@ _OWN_LABEL = re.compile(rb"[{,]model=\"")
 
 
 class ControllerMetricsPage:
-    """The whole application's metrics from the observer, this router's own up to date in them.
+    """The application's metrics from the observer, this router's own up to date in them.
 
-    Where the observer does not answer, the gauges of its last page, for at most :data:`KEPT_S`, and
-    of this router; no counters, whose lower values a scraper would read as a reset.
-
-    A scrape gets a page that was begun after the scrape, so whoever scrapes one router after the
-    other never sees a counter fall. One page is made at a time, at most one in
-    :data:`PAGE_PERIOD_S`; all that wait for the next one get the same, and a scraper that leaves
-    does not end the work."""
+    Without the observer, gauges of its last page for at most :data:`KEPT_S`, and no counters: lower
+    values would read as a reset. A scrape gets a page begun after it, so no counter falls; all that
+    wait for the next page share it, at most one in :data:`PAGE_PERIOD_S`."""
 
     def __init__(
         self,
@@ -128,8 +124,7 @@ class Page(Protocol):
 
 
 class MetricsOfModels:
-    """The pages of several models as one: each line has its model's name as a label. ``pages``: by
-    the names of the models."""
+    """Several models' pages as one, each line with its model's name as a label."""
 
     def __init__(self, pages: Mapping[str, Page]) -> None:
         self._pages = pages
@@ -141,8 +136,7 @@ class MetricsOfModels:
 
 
 def merged(pages: Mapping[str, bytes]) -> bytes:
-    """Texts that ``prometheus_client`` wrote, family by family, by the models' names. A line that
-    has a label ``model`` keeps it."""
+    """Models' texts merged family by family; a line that has a ``model`` label keeps it."""
     families: dict[bytes, list[bytes]] = {}
     for model, text in pages.items():
         label = b'model="' + model.encode() + b'"'

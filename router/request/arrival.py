@@ -19,14 +19,12 @@ _UNPRINTABLE = re.compile(r"[^ -~]")
 
 
 def noted(text: str) -> str:
-    """An id as recorded in logs and decisions: its first :data:`MAX_CHARACTERS`, with ``?`` for
-    each character that is not printable ASCII."""
+    """An id as recorded: at most :data:`MAX_CHARACTERS`, ``?`` for all but printable ASCII."""
     return _UNPRINTABLE.sub("?", text[:MAX_CHARACTERS])
 
 
 def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The id in these raw headers (lower-case names), as recorded; empty if there is none. Of
-    several the first counts, as for Serve."""
+    """The first id in these raw headers (lower-case names), as recorded; empty if none."""
     for name, value in headers:
         if name == _HEADER:
             return noted(value[:MAX_CHARACTERS].decode("latin-1"))
@@ -61,15 +59,14 @@ BATCH_PATHS = tuple(
 
 
 def endpoint_at(path: str) -> Endpoint | None:
-    """The endpoint whose API a client speaks at ``path``, served or not; ``None``: OpenAI's or
-    Sluice's own, whose errors are alike."""
+    """The endpoint whose API ``path`` speaks; ``None``: OpenAI's or Sluice's own, alike in
+    errors."""
     return "messages" if path.startswith("/v1/messages") else INFERENCE_PATHS.get(path)
 
 
 class Arrival(NamedTuple):
-    """The ingress middleware's record of a request, in the scope's state as ``arrival``. ``held``
-    counts the bytes of its body while it is in flight; ``client_request_id`` is the client's own
-    id."""
+    """The ingress middleware's record of a request, ``arrival`` in the scope's state. ``held``: its
+    body's bytes while in flight. ``client_request_id``: the client's own id."""
 
     request_id: str
     received_s: float

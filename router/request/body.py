@@ -47,10 +47,9 @@ _decode_list = msgspec.json.Decoder(list[Any]).decode
 
 
 def parse_in_pieces(raw: bytes) -> dict[str, Any]:
-    """The JSON object in ``raw``. Call it in a thread: other threads run between the pieces. Raises
-    msgspec.DecodeError: it is not a JSON object, or a number is not finite. Raises
-    UnicodeDecodeError: it is not UTF-8. Raises RecursionError: it is nested too deeply for the
-    parser."""
+    """The JSON object in ``raw``; in a thread, other threads run between the pieces. Raises
+    msgspec.DecodeError: it is no object, or a number is not finite. Raises UnicodeDecodeError: it
+    is not UTF-8. Raises RecursionError: it is nested too deeply."""
     return {name: _value(bytes(value)) for name, value in _split(raw).items()}
 
 
@@ -80,8 +79,7 @@ def _is_list_of_numbers(text: bytes) -> bool:
 
 
 class _OneByOne(json.JSONDecoder):
-    """The parser of Python's standard library without its C parts, except that of strings: the lock
-    can be released between any two values. Numbers are decoded by msgspec, as elsewhere."""
+    """The standard library's parser in Python, so that the lock can be released between values."""
 
     def __init__(self) -> None:
         super().__init__(object_hook=self._object, parse_constant=_refused)
@@ -92,8 +90,7 @@ class _OneByOne(json.JSONDecoder):
         self._seen = count(1)
 
     def decode(self, text: str) -> Any:  # type: ignore[override]
-        """The value in ``text``, which is valid JSON. Raises msgspec.DecodeError: a number is not
-        finite, or a surrogate is unpaired."""
+        """The value in valid JSON. Raises msgspec.DecodeError: not finite, or a half surrogate."""
         try:
             return super().decode(text)
         except UnicodeEncodeError as error:
@@ -140,9 +137,8 @@ BODY_TIMEOUT_S = 30.0
 
 
 class BodyBudget:
-    """Limits the bytes of request bodies in a router's memory. A client may hold as many as remain
-    free, times its weight if that is above 1: half of all if it is alone, a third if another one
-    holds as many, and so on. ``gauge``: shows the bytes held."""
+    """Limits the bytes of bodies in memory. A client may hold as many as remain free, times its
+    weight above 1: half of all if alone, a third beside another such one."""
 
     def __init__(self, max_bytes: int, gauge: Gauge) -> None:
         self._max_bytes = max_bytes
@@ -151,8 +147,7 @@ class BodyBudget:
         self.held = 0
 
     def take(self, client: Client, size: int) -> None:
-        """Count ``size`` more received bytes. Raises ApiError: 503, the budget is exhausted; 429,
-        the client's part of it is."""
+        """Count received bytes. Raises ApiError: 503, the budget; 429, the client's part."""
         if self.held + size > self._max_bytes:
             raise ApiError(
                 Reason.ROUTER_FULL,
@@ -196,19 +191,15 @@ class HeldBytes:
         self._budget.give_back(self._client, self._size)
 
     def add(self, size: int) -> None:
-        """Count ``size`` more received bytes. Raises ApiError: 503 or 429, the budget is
-        exhausted."""
+        """Count received bytes. Raises ApiError: 503 or 429, the budget is exhausted."""
         self._budget.take(self._client, size)
         self._size += size
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = None) -> bytes:
-    """The request's body, counted in ``held`` as it arrives.
-
-    Refused: more than ``max_bytes`` (counted while reading, so also without ``Content-Length``), a
-    media type other than JSON, a content encoding, and a slow client. Raises ApiError: 400, 413,
-    415, or 503 or 429 if the budget in ``held`` is exhausted. Raises
-    starlette.requests.ClientDisconnect: the client left."""
+    """The request's JSON body, at most ``max_bytes``, counted in ``held`` as it arrives. Raises
+    ApiError: 400, 413, 415; 503 or 429, the budget is exhausted. Raises ClientDisconnect: the
+    client left."""
     _check_headers(request, max_bytes)
     chunks: list[bytes] = []
     size = 0
@@ -232,11 +223,9 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = N
 
 
 def parse_object(raw: bytes) -> RequestBody:
-    """The JSON object in ``raw``. ``O(len(raw))``.
-
-    A byte order mark before it is skipped. Refused: more than :data:`MAX_DEPTH` levels or
-    :data:`MAX_PARTS` parts, text that is not UTF-8, ``NaN`` and infinities, and half surrogate
-    pairs, which no tokenizer accepts. Raises ApiError: 400."""
+    """The JSON object in ``raw``. ``O(len(raw))``. Raises ApiError: 400, also beyond
+    :data:`MAX_DEPTH` or :data:`MAX_PARTS` and for half surrogate pairs, which no tokenizer accepts.
+    """
     raw = raw.removeprefix(BOM_UTF8)
     brackets = raw.count(b"[") + raw.count(b"{")
     if brackets + raw.count(b":") > MAX_PARTS:

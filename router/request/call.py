@@ -55,8 +55,7 @@ _PARTS: Final = re.compile(_PART)
 
 
 def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
-    """The longest wait in an admission queue, seconds, by these raw headers (lower-case names);
-    infinite if they state none. Raises ApiError: 400."""
+    """Longest wait by these raw headers, seconds; infinite if unstated. Raises ApiError: 400."""
     values = [value for name, value in headers if name == _TTL_HEADER]
     if not values:
         return inf
@@ -88,32 +87,18 @@ MAX_INLINE_BYTES = 64 << 10
 _Made = TypeVar("_Made")
 
 ModelLength = Callable[[Any, int], Awaitable[int | None]]
-"""The maximum length of a model in tokens if a prompt of the given number exceeds it; ``None`` if
-it does not, or the length is unknown."""
+"""A model's maximum in tokens if a prompt exceeds it; ``None``: not, or unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A validated API call.
 
-    Attributes:
-        received_s: its arrival, on the dispatcher's monotonic clock.
-        best_effort: it asks for no promise: it runs on the capacity that promised calls leave.
-        output_tokens: maximum that it may generate; 0 if only the model's length bounds it.
-        session: 63-bit hash of its session's name; 0 for none.
-        prefix: hashes of its prompt's beginning.
-        client: that sent it.
-        clamped: the values that the client's limits changed, by field, as changed.
-        charge: the tokens reserved for it in the client's rate limit.
-        span: of the request, if it is traced.
-        client_request_id: the client's own request id, for lookups.
-        service_tier: OpenAI's name for its class, if it named one.
-        loop: the tool loop that it is a turn of.
-        queue_ttl_s: longest wait in an admission queue that its client accepts, seconds.
-        only: Serve's replicas with their pools' roles, one of which must serve it; empty: any.
-        scheduled: it uses an engine, and so is placed and timed.
-        model: the name of a model or an adapter; ``None`` if the endpoint needs none.
-    """
+    ``output_tokens``: maximum; 0: the model's length. ``session``: 63-bit hash, 0: none.
+    ``prefix``: hashes of the prompt's beginning. ``clamped``: fields that the client's limits
+    changed. ``charge``: tokens reserved in its rate limit. ``queue_ttl_s``: longest wait it
+    accepts, seconds. ``only``: replicas with their pools' roles, empty: any. ``scheduled``: it uses
+    an engine, so is placed."""
 
     request_id: str
     endpoint: Endpoint
@@ -148,11 +133,9 @@ async def _takes_any(_: Any, __: int) -> int | None:
 
 
 class CallReader:
-    """Turns a request into a validated call.
-
-    A body over :data:`MAX_INLINE_BYTES` is parsed and checked in a thread, one at a time, so that
-    the event loop can run meanwhile. ``model_length`` is used to refuse prompts of token ids that
-    are too long for every engine of the model, before each id is checked."""
+    """Turns a request into a validated call. Bodies over :data:`MAX_INLINE_BYTES` are parsed in a
+    thread, one at a time. ``model_length``: refuses long token prompts before each id is checked.
+    """
 
     def __init__(self, config: RouterConfig, model_length: ModelLength = _takes_any) -> None:
         self._max_body_bytes = config.max_body_bytes
@@ -181,8 +164,7 @@ class CallReader:
         return await self._in_turn(self.make, body, *rest)
 
     async def _in_turn(self, work: Callable[..., _Made], *given: Any) -> _Made:
-        """Run work for a large body in a thread, one at a time, and then pause for as long: an
-        answer to any other client takes several turns of the event loop."""
+        """Run in a thread, one at a time, then pause for as long, so that others get answers."""
         async with self._large:
             began_s = time.monotonic()
             try:
@@ -191,8 +173,7 @@ class CallReader:
                 await asyncio.sleep(time.monotonic() - began_s)
 
     async def _check_length(self, endpoint: Endpoint, body: RequestBody) -> None:
-        """Refuse a prompt of more token ids than any engine of the model accepts. ``O(prompts)``.
-        Raises ApiError: 400."""
+        """Refuse token prompts too long for every engine. ``O(prompts)``. Raises ApiError: 400."""
         name, tokens = longest_ids(endpoint, body)
         most = await self._model_length(body.get("model"), tokens) if tokens else None
         if most is not None:
@@ -209,8 +190,7 @@ class CallReader:
         endpoint: Endpoint,
         arrival: Arrival,
     ) -> Call:
-        """The call with this parsed body and these raw headers (lower-case names). Raises ApiError:
-        a 4xx."""
+        """The call with this parsed body and raw headers. Raises ApiError: a 4xx."""
         client = arrival.client
         body: dict[str, Any] = parsed
         if None in body.values():  # the default, in every field of every API

@@ -36,14 +36,8 @@ _FILE = "file"
 
 
 class Form:
-    """A form as it comes in. Feed it with :meth:`write`, and store :attr:`ready` between.
-
-    Attributes:
-        fields: the values of the fields that are not the file.
-        lists: those of the fields that may be given several times: their names end with ``[]``.
-        filename: as the client calls the file; ``None`` until there is one.
-        ready: bytes of the file that were not taken yet.
-    """
+    """A form as it comes in: :meth:`write` it, and store :attr:`ready`, the file's bytes, between.
+    ``lists``: fields whose names end with ``[]``. ``filename``: ``None`` until there is one."""
 
     def __init__(self, content_type: str) -> None:
         self.fields: dict[str, str] = {}
@@ -86,8 +80,7 @@ class Form:
             raise _bad_form(error) from None
 
     def finish(self) -> None:
-        """Take in the end of the body. Raises ApiError: 400, the form is not complete, or has no
-        file."""
+        """The body has ended. Raises ApiError: 400, the form is incomplete or has no file."""
         if not self._complete:
             raise invalid("The form ends before its last boundary.")
         if self.filename is None:
@@ -161,10 +154,9 @@ async def receive(
     timeout_s: float,
     held: HeldBytes | None = None,
 ) -> Form:
-    """The form in ``request``, but for its file, of at most ``max_bytes``: ``take`` gets its pieces
-    in order. What arrives is counted in ``held``. Raises ApiError: 400, 413 or 415, or 503 or 429
-    if the budget in ``held`` is exhausted. Raises OSError: from ``take``. Raises
-    starlette.requests.ClientDisconnect: the client left."""
+    """The form without its file, whose pieces (at most ``max_bytes``) go to ``take`` in order.
+    Raises ApiError: 400, 413, 415; 503 or 429, the budget in ``held`` is exhausted. Raises OSError:
+    from ``take``. Raises starlette.requests.ClientDisconnect: the client left."""
     check_plain(request)
     if announces_more(request, max_bytes + MAX_OVERHEAD_BYTES):
         raise _too_large(max_bytes)
@@ -214,8 +206,7 @@ _FLAGS: Final = (
     "use_beam_search",
 )
 _COUNTS: Final = ("max_completion_tokens", "n")
-"""Fields that the router, or a replica, reads as another type than text. The engine converts the
-rest."""
+"""Fields that the router or a replica reads as another type than text."""
 
 _AS_FLAG: Final = {"true": True, "1": True, "false": False, "0": False}
 _COUNT: Final = re.compile(r"([0-9]{1,10})(\.0{1,10})?")
@@ -225,9 +216,8 @@ _TEXTS: Final = (wire.CLASS, "id")
 
 
 async def read_speech(request: Request, max_bytes: int, held: HeldBytes | None) -> RequestBody:
-    """The body in a form whose file has at most ``max_bytes``; what arrives is counted in ``held``.
-    Raises ApiError: 400, 413 or 415, or 503 or 429 if the budget in ``held`` is exhausted. Raises
-    starlette.requests.ClientDisconnect: the client left."""
+    """The body in a form with a file of at most ``max_bytes``. Raises ApiError: 400, 413, 415; 503
+    or 429, the budget in ``held`` is exhausted. Raises starlette.requests.ClientDisconnect."""
     pieces: list[bytes] = []
 
     async def keep(piece: bytes) -> None:
@@ -243,10 +233,7 @@ async def read_speech(request: Request, max_bytes: int, held: HeldBytes | None) 
 
 
 def fields_of(form: Form) -> dict[str, Any]:
-    """The fields of a form besides its file, with the types that they have in JSON.
-
-    Clients that write an object into a form send each key as a field of its own: ``slo[ttft_ms]``.
-    Raises ApiError: 400, such a field is not one of an objective."""
+    """A form's fields, typed as in JSON; objects come as ``slo[ttft_ms]``. Raises ApiError: 400."""
     fields: dict[str, Any] = {}
     for name, text in (form.fields | form.lists).items():
         if name.startswith(f"{wire.SLO_FIELD}["):

@@ -98,8 +98,8 @@ def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
 
 
 def audio_characters(audio: bytes) -> int:
-    """The characters that audio counts as, by its duration: exactly that of a WAV, an upper bound
-    for usual files of other formats. ``O(1)``."""
+    """Characters that audio counts as, by duration; exact for WAV, else an upper bound.
+    ``O(1)``."""
     per_s = AUDIO_BYTES_PER_S
     if audio[:4] == b"RIFF" and audio[8:16] == b"WAVEfmt ":
         # By the fields that decoders go by; the header's own bytes per second may say anything.
@@ -123,8 +123,7 @@ def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
 
 
 def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
-    """Maximum tokens that a validated body may generate, over all its prompts and choices; 0 if
-    only the model's length bounds it."""
+    """Maximum tokens over all prompts and choices; 0: the model's length bounds it."""
     if endpoint == "chat":
         tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
     elif endpoint == "completions":
@@ -171,8 +170,7 @@ def scored(endpoint: Endpoint, body: dict[str, Any]) -> tuple[list[Any], list[An
 
 
 def messages_of(endpoint: Endpoint, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The validated conversation of a body, with what the system says first; some messages of a
-    response have no role."""
+    """A body's validated conversation, the system's part first; some messages have no role."""
     if endpoint in ANTHROPIC:
         system = body.get("system")
         first = [{"role": "system", "content": system}] if system else []
@@ -269,11 +267,8 @@ _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 
 
 def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
-    """Hash the beginning of a validated body's prompt.
-
-    There are no hashes for a prompt shorter than a chunk, or for a call with several prompts.
-    ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`.
-    """
+    """Hash the beginning of a prompt; none if shorter than a chunk, or of several prompts.
+    ``O(characters)`` up to the last of :data:`~sluice.scheduling.fleet.prefix.CHUNK_ENDS`."""
     if endpoint not in _WITH_PREFIX or not _UNREADABLE.isdisjoint(body):
         return NO_PREFIX
     settings = {}
@@ -293,9 +288,8 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
 
 
 def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
-    """``body`` with a ``cache_salt`` that only ``owner`` can have, derived from the given one: its
-    prompts share no KV with other clients. A salt that is not a string is left for the engine to
-    refuse."""
+    """``body`` with a ``cache_salt`` of only this ``owner``: its prompts share no KV with others. A
+    salt that is not a string is left for the engine to refuse."""
     salt = body.get(_SALT)
     if salt is not None and not isinstance(salt, str):
         return body
@@ -420,11 +414,9 @@ class TokenLimits:
     def hold(
         self, endpoint: Endpoint, body: dict[str, Any], caps: TenantLimits
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """The validated ``body`` within the limits, and the changed fields with their new values.
-
-        ``O(body)`` where prompts are limited, else ``O(1)``. Raises ApiError: 400, the prompt is
-        too long, or there are more choices than output tokens. 403, the request states more output,
-        and the key's limits refuse that."""
+        """``body`` within the limits, and the changed fields. ``O(body)`` where prompts are
+        limited. Raises ApiError: 400; prompt too long, or more choices than tokens. 403; too much
+        output."""
         own = caps.max_prompt_tokens, caps.max_output_tokens
         if self._unlimited and own == (None, None):
             return body, {}

@@ -1,9 +1,5 @@
-"""The session of a request, and the tool loop that it is a turn of.
-
-A routing policy keeps a session's requests together. A loop is stated in a body's ``slo``:
-``{"loop": {"id": "fix-42", "deadline_ms": 60000}}``; its turns share a deadline, which counts from
-the arrival of the first of them at any router.
-"""
+"""A request's session, and the tool loop (``slo.loop``) that it is a turn of. A loop's turns share
+a deadline, which counts from the arrival of the first of them at any router."""
 
 from __future__ import annotations
 
@@ -29,11 +25,8 @@ MAX_SESSION_CHARACTERS = 512
 
 
 def session_of(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]], owner: str) -> int:
-    """A 63-bit hash of the session's name; 0 if none is given.
-
-    The name is the header's, else that of the first of :data:`~sluice.router.wire.SESSION_FIELDS`
-    in the body. Sessions of different owners are distinct, even with the same name. Raises
-    ApiError: 400; a name is not a string, or the header is too long or given twice."""
+    """A 63-bit hash of the session's name, distinct per owner; 0 if none. The header goes before
+    :data:`~sluice.router.wire.SESSION_FIELDS`. Raises ApiError: 400."""
     values = [value for name, value in headers if name == wire.SESSION_HEADER.encode()]
     if len(values) > 1:
         raise invalid(f"{wire.SESSION_HEADER} must be given once", wire.SESSION_HEADER)
@@ -59,13 +52,8 @@ class StatedLoop(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A turn's loop.
-
-    Attributes:
-        key: 63-bit hash of its owner and id.
-        deadline_s: from its first turn to the end of its last one, seconds.
-        due_s: when that has passed, on the router's clock; infinite until the start is known.
-    """
+    """A turn's loop. ``key``: 63-bit hash of owner and id. ``deadline_s``: from first turn to last
+    end. ``due_s``: on the router's clock; infinite until the start is known."""
 
     key: int
     deadline_s: float
@@ -73,8 +61,7 @@ class Loop(NamedTuple):
 
 
 def read_loop(value: Any) -> StatedLoop | None:
-    """The loop in ``value``; ``None`` if that is ``None``. Raises ApiError: 400; the message names
-    the error and the allowed values."""
+    """The loop in ``value``, ``None`` if that is. Raises ApiError: 400."""
     if value is None:
         return None
     keys = {"id", LOOP_DEADLINE}
@@ -110,16 +97,13 @@ def _hash_of(name: str, kind: bytes) -> int:
 
 
 LoopAge = Callable[[int, float], Awaitable[float | None]]
-"""How long ago a loop began over all routers, if its first turn here came so long ago, seconds;
-``None``: the controller does not answer."""
+"""How long ago a loop began at any router, seconds; ``None``: the controller is silent."""
 
 
 class LoopDeadlines:
-    """Bounds the turns of loops. One per router process.
-
-    It remembers the loops itself, too: a controller that has restarted learns from its routers when
-    they began, and while it does not answer a loop begins with its first turn at this router.
-    ``ask``: asks the controller; ``None``: there is none."""
+    """Bounds the turns of loops; one per router process. It remembers loops, too: a restarted
+    controller learns them from its routers, and without a controller a loop begins with its first
+    turn here."""
 
     def __init__(self, ask: LoopAge | None, clock: Callable[[], float]) -> None:
         self._ask = ask
@@ -127,8 +111,7 @@ class LoopDeadlines:
         self._starts = LoopStarts()
 
     async def bounded(self, loop: Loop, slo: SLO, received_s: float) -> tuple[SLO, Loop]:
-        """A turn's objective, which ends with its loop at the latest, and the loop with its end;
-        after the loop's deadline the objective is the shortest there is."""
+        """A turn's objective within its loop, and the loop; after its deadline, the shortest."""
         now_s = self._clock()
         start_s = self._starts.started_s(loop.key, received_s, now_s)
         age_s = None if self._ask is None else await self._ask(loop.key, now_s - start_s)

@@ -1,15 +1,8 @@
 """The SLO of a request, from the client's statements, its service class and its key's limits.
 
-Precedence, field by field: the body's ``slo`` object, the ``x-slo-*`` headers, the second names of
-these headers, the service class. The class itself: ``slo.class``, ``x-slo-class``, its second
-names, ``service_tier``, the configured default.
-
-Only a body can state stages and a tool loop. Stages replace a TTFT and TPOT from any other source;
-stating these in the same body is a contradiction.
-
-Every stated value is checked, even if another overrides it. JSON ``null`` is the same as leaving
-the field out. The key's limits apply to the resulting values, see
-:class:`~sluice.router.tenancy.limits.LimitCheck`."""
+Precedence by field: body ``slo``, ``x-slo-*`` headers, their second names, class. Of the class:
+``slo.class``, ``x-slo-class``, second names, ``service_tier``, default. Stages and loops come only
+from bodies; stages replace other TTFT and TPOT. Overridden values are checked, too."""
 
 from __future__ import annotations
 
@@ -38,8 +31,7 @@ from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES, Sta
 # A client states no prompt tokens of a later stage, as a request of the OpenAI API has one prompt.
 
 Hold = Callable[[str, float | None, str], float | None]
-"""Applies the client's limits to an objective, ms. Takes its field, its value and the client's name
-for it."""
+"""Applies a client's limits to a field's value, ms, and the client's name for it."""
 
 FIELD = f"{wire.SLO_FIELD}.{wire.STAGES}"
 
@@ -83,8 +75,7 @@ class StatedStage(BaseModel):
 
 
 def read_stages(value: Any) -> tuple[StatedStage, ...]:
-    """The stages in ``value``; none if that is ``None``. Raises ApiError: 400; the message names
-    the error and the allowed values."""
+    """The stages in ``value``; none if that is ``None``. Raises ApiError: 400."""
     if value is None:
         return ()
     if not isinstance(value, list) or not 1 <= len(value) <= MOST_STAGES:
@@ -144,8 +135,7 @@ _Milliseconds = Annotated[
 
 
 class _Stated(BaseModel):
-    """The values that one source (the body, or a set of headers) states. Strict: no string for a
-    number."""
+    """What one source (body, or set of headers) states. Strict: no string for a number."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -178,8 +168,7 @@ _SOURCE_NAMES = (_BODY_NAMES, *wire.SLO_HEADER_SETS)
 
 
 class Objective(NamedTuple):
-    """The resulting SLO of a request, the values that its key's limits changed, as changed, and its
-    tool loop, whose deadline is not part of the SLO yet."""
+    """A request's SLO, what its key's limits changed, and its loop, whose deadline is not in it."""
 
     slo: SLO
     clamped: Mapping[str, str]
@@ -187,8 +176,7 @@ class Objective(NamedTuple):
 
 
 def _first(sources: Iterable[_Stated], field: str) -> tuple[Any, str | None]:
-    """The value of ``field`` in the first source that states it, and the client's name for it;
-    ``None`` for both if none does. ``sources``: as :data:`_SOURCE_NAMES`."""
+    """The first source's value of ``field``, and the client's name for it; both may be ``None``."""
     attribute = "service_class" if field == wire.CLASS else field
     for source, names in zip(sources, _SOURCE_NAMES, strict=True):
         value = getattr(source, attribute)
@@ -218,9 +206,8 @@ class SloReader:
         caps: TenantLimits = NO_CAPS,
         endpoint: Endpoint = "chat",
     ) -> Objective:
-        """The SLO of a request with this body and these raw headers (lower-case names). Raises
-        ApiError: 400; the message names the field and what is allowed. 403; the request states more
-        than ``caps`` allow, and these refuse that."""
+        """The SLO by this body and these raw headers (lower-case names). Raises ApiError: 400; 403,
+        the request states more than ``caps`` allow, and these refuse that."""
         stated, loop = _NOTHING, None
         stages: tuple[StatedStage, ...] = ()
         if (own := body.get(wire.SLO_FIELD)) is not None:
@@ -275,8 +262,7 @@ class SloReader:
         return Objective(slo, limit_check.clamped, loop)
 
     def tier_of(self, service_class: str) -> str | None:
-        """OpenAI's name for a class: the first of its tiers except ``auto``, which stands for a
-        tier that the server chooses. ``None`` if it has none."""
+        """A class's first OpenAI tier except ``auto``, which stands for the server's choice."""
         tiers = self._classes[service_class].service_tiers
         return next((tier for tier in tiers if tier != "auto"), None)
 
@@ -307,8 +293,7 @@ class SloReader:
         return self._checked(rest, _BODY_NAMES), stages, read_loop(value.get(wire.LOOP))
 
     def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterable[_Stated]:
-        """The values of each of :data:`~sluice.router.wire.SLO_HEADER_SETS`. One pass over the
-        headers."""
+        """The values of each of :data:`~sluice.router.wire.SLO_HEADER_SETS`, in one pass."""
         found: tuple[dict[str, Any], ...] = ({}, {}, {})
         for raw_name, raw_value in headers:
             if raw_name not in _SLO_HEADERS and not raw_name.startswith(_SLO_PREFIX):
@@ -355,8 +340,7 @@ class SloReader:
         return f"{name} must be one of {_names(self._classes)}, got {shown(value)}"
 
     def tiers(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """What a request may name as its service tier: the values of its API, and to OpenAI's those
-        that are configured. One without a class selects the default class."""
+        """Service tiers a request may name. One without a class selects the default class."""
         if endpoint in ANTHROPIC:
             return ANTHROPIC_TIERS
         return tuple(dict.fromkeys((*OPENAI_TIERS, *self._class_of_tier)))

@@ -1,8 +1,5 @@
-"""The light check of an OpenAI body before an engine sees it.
-
-It refuses unsafe fields, values beyond the bounds of one request's work, and invalid values of
-fields that the router uses. The engine checks the rest, and its 4xx answers pass through.
-"""
+"""The check of an OpenAI body before an engine sees it: unsafe fields, bounds of work, fields that
+the router uses. The engine checks the rest."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ _TEXTS_OF_JSON: Final = ("json", "structural_tag")
 
 
 def check_options(body: dict[str, Any]) -> None:
-    """Refuse options that are too large. ``O(options)``. Raises ApiError: 400; the message names
-    the field and what is allowed."""
+    """Refuse options that are too large. ``O(options)``. Raises ApiError: 400."""
     for name, most in MAX_ENTRIES.items():
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > most:
@@ -93,8 +89,7 @@ def is_structured(body: dict[str, Any]) -> bool:
 
 
 def refuse_structured(body: dict[str, Any]) -> None:
-    """Refuse structured output, for a client or router that does not allow it. ``O(tools)``. Raises
-    ApiError: 403."""
+    """Refuse structured output where not allowed. ``O(tools)``. Raises ApiError: 403."""
     if is_structured(body):
         raise ApiError(
             Reason.NOT_PERMITTED,
@@ -111,8 +106,7 @@ def _is_strict(tool: Any) -> bool:
 
 
 def check_media(contents: list[Any], name: str) -> None:
-    """Refuse media that an engine would have to fetch. ``O(contents)``. ``contents``: of messages.
-    name: of the field that holds them. Raises ApiError: 400."""
+    """Refuse media that an engine would fetch. ``O(contents)``. Raises ApiError: 400."""
     for key, value in _entries(contents):
         if key == "source" and isinstance(value, dict):
             # Anthropic's: with another type than `url` it holds the medium.
@@ -316,12 +310,8 @@ def field_schemas(endpoint: Endpoint) -> Mapping[str, Any]:
 def check_body(
     endpoint: Endpoint, body: dict[str, Any], fetch_media: bool = False
 ) -> dict[str, Any]:
-    """Refuse a body that must not reach an engine. Returns it with an ``int`` for each integer that
-    the router reads.
-
-    ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``. ``fetch_media``: whether engines
-    may fetch media from addresses in it. Raises ApiError: 400; the message names the field and what
-    is allowed."""
+    """Check a body for an engine, and return it with an ``int`` for each integer that the router
+    reads. ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``. Raises ApiError: 400."""
     _check_internal(body)
     try:
         _FIELDS[endpoint].model_validate(body)

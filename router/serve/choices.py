@@ -1,8 +1,5 @@
-"""Reports the replica that Serve has chosen for a request, before that replica has answered.
-
-Serve's request router and the attempt that waits are in one process and share only this. Serve
-copies the module of the request router by value, so what the two share stands in modules of its
-own, this one and ``running``."""
+"""Reports the replica that Serve has chosen before it answers. Serve copies its request router's
+module by value, so what that shares with the process stands here and in ``running``."""
 
 from __future__ import annotations
 

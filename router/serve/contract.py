@@ -11,15 +11,9 @@ from sluice.scheduling.roles import Role
 
 
 class ReplicaFailedError(Exception):
-    """A replica did not serve an attempt.
-
-    Args:
-        reason: of the client's error if this was the last attempt.
-        message: what happened, without internal details.
-        retry: another replica may succeed.
-        hung: the replica is unresponsive, and the controller has been notified.
-        lost: the replica's requests are lost, as when it is dead or hung.
-        given_up: Serve starts no more replicas, after several that failed."""
+    """A replica did not serve an attempt. ``reason``: of the client's error if it was the last
+    attempt. ``retry``: another replica may succeed. ``hung``: the controller knows. ``lost``: so
+    are the replica's requests. ``given_up``: Serve starts no more replicas."""
 
     def __init__(
         self,
@@ -54,9 +48,8 @@ def error_of(failure: ReplicaFailedError, replicas: Replicas) -> ApiError:
 
 
 class ReaderLostError(ReplicaFailedError):
-    """A stream's reader is gone, which is not the replica's fault: the client left, or the
-    connection between Envoy and the replica broke. ``stalled``: the client is connected, but has
-    read nothing for too long."""
+    """A stream's reader is gone, which is not the replica's fault. ``stalled``: the client is
+    connected, but has read nothing for too long."""
 
     def __init__(self, stalled: bool = False) -> None:
         super().__init__(
@@ -73,9 +66,8 @@ class ReplicaStream(Protocol):
     """The incoming answer to one request."""
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield items as they arrive: a head, chunks, a tail. Before the head, the replica that has
-        the request may confirm it. Raises ReplicaFailedError: the replica or the connection to it
-        failed."""
+        """Yield a head, chunks, a tail; before the head, perhaps a confirmation. Raises
+        ReplicaFailedError: the replica or the connection to it failed."""
 
     def cancel(self) -> None:
         """Stop the replica's work. Never blocks; harmless after the end."""
@@ -86,63 +78,52 @@ class Replicas(Protocol):
 
     @property
     def roles(self) -> Sequence[Role]:
-        """The existing pools, in the order in which they are asked to serve a whole request
-        (prefill and decode): mixed, decode, prefill. At least one."""
+        """The pools, at least one, as asked for a whole request: mixed, decode, prefill."""
 
     @property
     def single(self) -> bool:
-        """Whether there is one pool only, which lets requests wait for its first replica; else
-        another pool may have some."""
+        """Whether there is one pool only: then requests wait for its first replica."""
 
     @property
     def asleep(self) -> bool:
-        """Whether the model may have no replica and has none, as far as is known: only a request or
-        :meth:`wake` makes one start."""
+        """Whether no replica is known to run until a request or :meth:`wake` starts one."""
 
     @property
     def starts_in_s(self) -> float | None:
-        """The predicted time until the model's first replica runs, seconds; ``None``: one runs, as
-        far as is known."""
+        """Predicted seconds until the first replica runs; ``None``: one runs, as far as is
+        known."""
 
     async def wake(self) -> None:
-        """Return when a replica runs; make one start if there is none and there may be none. Raises
-        ReplicaFailedError: none has started in time, or none can start."""
+        """Return when a replica runs; start one if needed. Raises ReplicaFailedError."""
 
     async def at(self, endpoints: Collection[str]) -> Mapping[str, Role]:
-        """Serve's replicas that send streams past the routers at one of these addresses
-        (``HOST:PORT``, or ``HOST`` for any port), with the role of their pool."""
+        """Replicas that send streams from these ``HOST:PORT`` or ``HOST`` (any port), with
+        roles."""
 
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request to ``target`` in the pool of ``role``, one of :attr:`roles`. If ``target``
-        is ``None`` or unknown, send it to any replica of that pool, if possible to none of
-        ``avoid``.
-
-        The stream fails with ``NO_REPLICA`` if the pool is empty; another pool is asked next.
-        """
+        """Send to ``target``; if it is ``None`` or unknown, to any of the pool, not ``avoid`` if
+        possible. If the pool is empty, the stream fails with ``NO_REPLICA``: ask another pool."""
 
     def transfer_kv(self, request: EngineRequest, target: str) -> ReplicaStream | None:
-        """Send a request that only ``target`` can serve, as it has the KV, also if ``target`` is
-        drained or about to stop. ``None``: it cannot be sent."""
+        """Send to ``target``, the only one with the KV, even if it leaves. ``None``: cannot be
+        sent."""
 
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
-        """Ask ``target`` whether its engine runs. If ``target`` is ``None`` or has left the pool,
-        ask any replica of the pool, if possible none of ``avoid``. Raises ReplicaFailedError: it
-        could not be asked, or the probe failed there."""
+        """Ask whether an engine runs, at ``target`` or, without it, any of the pool but ``avoid``.
+        Raises ReplicaFailedError: it could not be asked, or the probe failed there."""
 
     def is_leaving(self, replica_id: str) -> bool:
         """Whether a replica has said that it is about to stop, and the connection to it is open."""
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body of any replica, drained ones included. Raises
-        ReplicaFailedError: none answered."""
+        """Any replica's list-models body, drained ones' too. Raises ReplicaFailedError."""
 
     async def all_models(self) -> list[dict[str, Any]]:
-        """The list-models bodies of the replicas that answer within a second, at least one. Raises
-        ReplicaFailedError: none answered."""
+        """Bodies of the replicas that answer within a second. Raises ReplicaFailedError: none."""
 
     async def check(self) -> None:
         """Return if a replica that takes requests answers. Raises ReplicaFailedError: none does."""

@@ -23,15 +23,8 @@ class DrainedError(NoReplicaError):
 
 
 class Hint(NamedTuple):
-    """Where a request should go. Replicas are named by Serve's unique id.
-
-    Attributes:
-        target: the replica that the controller chose, or ``None``.
-        avoid: replicas that have just failed this request; used if there is no target.
-        closed: by an operator, to new requests; only a target still selects them.
-        quarantined: they have failed or hang; only a target selects them as long as there are
-            others.
-    """
+    """Where a request should go, by Serve's replica ids. ``avoid``: used without a target.
+    ``closed``: only a target selects them; so for ``quarantined`` as long as there are others."""
 
     target: str | None = None
     avoid: tuple[str, ...] = ()
@@ -50,9 +43,8 @@ class Hint(NamedTuple):
         return cls(where or None, (), _ids(middle), _ids(last))
 
     def encode(self) -> str | None:
-        """One string, because the replica's method takes one: the target's id, or ``!`` and the
-        ids to avoid; then ``~`` and the closed ids, and ``?`` and the quarantined ones. ``None`` if
-        all of these are empty."""
+        """One string, as the replica's method takes: the target, or ``!`` and ids to avoid; ``~``
+        closed; ``?`` quarantined. ``None`` if all are empty."""
         where = self.target or ""
         if self.target is None and self.avoid:
             where = _AVOID + _SEPARATOR.join(self.avoid)

@@ -130,8 +130,7 @@ class ChannelStream:
         return self
 
     async def __anext__(self) -> Sequence[ResponseItem]:
-        """The items that have arrived since the last call; if none, waits for the next ones. Raises
-        ReplicaFailedError: the replica or the connection to it failed."""
+        """The items since the last call, or the next ones. Raises ReplicaFailedError."""
         while not self._items:
             if self._rest is not None:
                 return await anext(self._rest)
@@ -184,8 +183,8 @@ class ChannelStream:
         return self._over
 
     def lose(self, expected: bool) -> None:
-        """The connection ended. If the replica had announced that it would leave, it has not
-        started requests from which nothing has arrived; these are sent again."""
+        """The connection ended. A replica that had announced that it would leave has not started
+        requests from which nothing has arrived; these are sent again."""
         if expected and not self.heard and self._elsewhere is not None:
             self._moved = self._elsewhere()
             self._rest = self._moved.__aiter__()
@@ -200,8 +199,7 @@ class ChannelStream:
 
 
 class Channel(Caller):
-    """The connection to one replica. ``token``: of the replica. ``on_end``: called when it ended,
-    or must not be used any more."""
+    """The connection to one replica. ``on_end``: it ended, or must not be used any more."""
 
     def __init__(self, token: str, on_end: Callable[[Channel], None]) -> None:
         super().__init__(token, MAX_DELIVERED_BYTES)
@@ -270,8 +268,8 @@ class Channel(Caller):
 
 
 class Channels:
-    """The connections of one router to the replicas of one model. Must be constructed on the event
-    loop that uses it. ``find``: asks a replica for its endpoint."""
+    """A router's connections to one model's replicas; construct it on the event loop that uses
+    it."""
 
     def __init__(self, find: Find) -> None:
         self._find = find
@@ -284,8 +282,7 @@ class Channels:
     def open(
         self, request: EngineRequest, target: str, role: Role, elsewhere: Elsewhere
     ) -> ChannelStream | None:
-        """Send a request to ``target`` in the pool of ``role``; ``None`` if there is no connection,
-        which is then established for later requests. See :meth:`Channel.open`."""
+        """Send to ``target``; ``None``: no connection yet, it is made for later requests."""
         channel = self._open.get(target)
         if channel is not None:
             return channel.open(request, elsewhere)
@@ -293,8 +290,7 @@ class Channels:
         return None
 
     def open_at(self, request: EngineRequest, target: str) -> ChannelStream | None:
-        """Send a request to ``target`` or to no replica, also if it is about to leave; ``None`` if
-        there is no connection."""
+        """Send to ``target`` only, even if it is leaving; ``None`` if there is no connection."""
         channel = self._open.get(target) or self._leaving.get(target)
         return None if channel is None else channel.open(request, None)
 
@@ -312,8 +308,7 @@ class Channels:
             self._connecting[replica_id] = connect
 
     async def _connect(self, replica_id: str, role: Role) -> None:
-        """Make one attempt, then pause, even after a success: a connection that ends right after it
-        was established must not be re-established in a tight loop."""
+        """One attempt, then a pause even after a success: no tight loop of short connections."""
         try:
             await self._attempt(replica_id, role)
             made = replica_id in self._open
@@ -374,8 +369,7 @@ class ServeStream:
         self._cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
-        """Yield the replica's items, batch by batch. Raises ReplicaFailedError: the replica or the
-        connection to it failed."""
+        """Yield items batch by batch. Raises ReplicaFailedError: replica or connection."""
         try:
             async for items in self._response:
                 yield items
@@ -395,12 +389,8 @@ class ServeStream:
             raise failure_of(error) from error
 
     def cancel(self) -> None:
-        """Cancel the call, whether it is still being assigned or already runs.
-
-        Serve's own ``cancel`` misses a call whose assignment has just completed but was not yet
-        processed, which happens when the cancellation comes in the same turn of the event loop. So
-        the assigned call is cancelled here, too; Serve has no public access to it.
-        """
+        """Cancel the call, also one that was assigned in this turn of the event loop: Serve's own
+        ``cancel`` misses that call, and offers no public access to it."""
         self._cancelled = True
         assignment = self._response._replica_result_future
         self._response.cancel()
@@ -421,16 +411,9 @@ class _Pool:
 
 
 class ServeReplicas:
-    """Calls replicas over handles whose deployments use
-    :class:`~sluice.router.serve.request_router.HintRouter`; see
-    :class:`~sluice.router.serve.contract.Replicas`. To be made on the event loop that calls it.
-
-    Args:
-        pools: the handles of the deployments of each role that has any, at least one.
-        closed, quarantined: return the replicas that are so now.
-        sent: called for each call with the way that it is sent.
-        scales_to_zero: the one pool may have no replica; a call starts one.
-        startup_s: time in which a replica starts, until one start was measured, seconds."""
+    """Calls replicas over handles; make it on the event loop that calls it. ``sent``: gets each
+    call's way. ``scales_to_zero``: the one pool may have no replica, and a call starts one.
+    ``startup_s``: time in which a replica starts, until one start was measured, seconds."""
 
     def __init__(
         self,
@@ -466,14 +449,11 @@ class ServeReplicas:
         return self._startup_s if self._scales_to_zero and found is not None else found
 
     async def wake(self) -> None:
-        """See :class:`~sluice.router.serve.contract.Replicas`. The call waits in Serve's queue,
-        which makes Serve's autoscaler start a replica. Raises ReplicaFailedError: none has started
-        in time, or none can start."""
+        """Wait in Serve's queue: its autoscaler starts a replica. Raises ReplicaFailedError."""
         await self._models_by(None)
 
     def _pool(self, role: Role, target: str | None, avoid: Collection[str] = ()) -> _Pool:
-        """The pool of ``role`` in which ``target`` runs; without a target that runs, one by chance,
-        by the number of its replicas that may get requests."""
+        """The pool with ``target``, else one by chance, weighted by replicas open to requests."""
         pools = self._pools[role]
         if len(pools) == 1:
             return pools[0]
@@ -491,8 +471,7 @@ class ServeReplicas:
     def generate(
         self, request: EngineRequest, target: str | None, avoid: Sequence[str], role: Role
     ) -> ReplicaStream:
-        """Send a request; see :class:`~sluice.router.serve.contract.Replicas`. It uses the router's
-        own connection to the target, if there is one."""
+        """Send a request, over the router's own connection if there is one."""
 
         if target is not None:
             request = request.at(rank_of(target))
@@ -516,8 +495,7 @@ class ServeReplicas:
         return self._channels.open_at(request, target)
 
     async def _find(self, replica_id: str, role: Role) -> StreamEndpoint:
-        """The address that a replica listens on; the answer names the replica that sent it. Raises
-        ReplicaFailedError: it could not be asked."""
+        """A replica's address; the answer names its sender. Raises ReplicaFailedError."""
         hint = self._hint(replica_id, ())
         endpoint: StreamEndpoint = await _answer_of(
             self._pool(role, replica_id).endpoint.remote(**{wire.TARGET_KWARG: hint})
@@ -525,8 +503,7 @@ class ServeReplicas:
         return endpoint
 
     async def at(self, endpoints: Collection[str]) -> Mapping[str, Role]:
-        """Find replicas by address; see :class:`~sluice.router.serve.contract.Replicas`. Replicas
-        are asked once. One that does not answer delays a call only if no other is found."""
+        """Replicas by address, asked once; a silent one delays a call only if no other is found."""
         running: dict[str, tuple[_Pool, Role]] = {}
         for role in reversed(self.roles):
             for pool in self._pools[role]:
@@ -564,9 +541,7 @@ class ServeReplicas:
     async def progress(
         self, request_ids: Sequence[str], target: str | None, avoid: Sequence[str], role: Role
     ) -> Progress:
-        """Ask a replica whether its engine runs; see
-        :class:`~sluice.router.serve.contract.Replicas`. Raises ReplicaFailedError: it could not be
-        asked, or the probe failed there."""
+        """Ask whether an engine runs. Raises ReplicaFailedError: not asked, or the probe failed."""
         hint = self._hint(target, avoid)
         progress = self._pool(role, target, avoid).progress
         call = progress.remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
@@ -583,15 +558,12 @@ class ServeReplicas:
         return Hint(target, *others).encode()
 
     async def models(self) -> dict[str, Any]:
-        """The OpenAI list-models body of any replica; see
-        :class:`~sluice.router.serve.contract.Replicas`. Raises ReplicaFailedError: no pool
-        answered; it is the failure of the last one."""
+        """Any replica's list-models body. Raises ReplicaFailedError: the last pool's failure."""
         # A drained replica knows the models; one that hangs does not answer.
         return await self._models_by(Hint(quarantined=_replicas_of(self._quarantined())).encode())
 
     async def all_models(self) -> list[dict[str, Any]]:
-        """What each replica lists; see :class:`~sluice.router.serve.contract.Replicas`. Raises
-        ReplicaFailedError: none answered."""
+        """What each replica lists. Raises ReplicaFailedError: none answered."""
         asked = [
             asyncio.create_task(_answer_of(pool.models.remote(**{wire.TARGET_KWARG: name})))
             for pool in {
@@ -610,8 +582,7 @@ class ServeReplicas:
         return found
 
     async def check(self) -> None:
-        """Return if any replica answers that takes requests without a target. Raises
-        ReplicaFailedError: no pool has one; it is the failure of the last pool."""
+        """Raises ReplicaFailedError: no pool has a replica that takes requests without a target."""
         await self._models_by(self._hint(None, ()))
 
     async def _models_by(self, hint: str | None) -> dict[str, Any]:

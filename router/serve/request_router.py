@@ -1,12 +1,7 @@
 """Serve's request router for the replicas: it sends a request to the controller's choice.
 
-The controller decides; this class only maps a hint to a replica of Serve. Serve still handles
-delivery, rejection by a full replica, draining and the death of replicas.
-
-Serve builds one of these in every process that holds a handle to the replicas, from a pickle that
-holds this module by value: globals here would be copies, and a class defined here would differ from
-the one that other modules import. So all shared objects are imported.
-"""
+Every process with a handle unpickles this module by value: its globals would be copies, and its
+classes differ from those that others import. So all shared objects are imported."""
 
 from __future__ import annotations
 
@@ -34,19 +29,10 @@ _log = logging.getLogger(__name__)
 class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     """Hint first, power of two choices otherwise.
 
-    - The hinted replica is chosen at once, outside Serve's queue of pending requests: a full
-      replica must not delay other requests. If it rejects the request, that goes through Serve's
-      queue.
-    - A replica that an operator has closed is only chosen by a hint, and so is a quarantined one as
-      long as there are others. If there are such replicas and no hint, the least loaded other one
-      by this process's count is chosen, and without others the request fails.
-    - Without any replica, requests wait for a limited time, counted from when the last replica left
-      (for a pool that may have none, from the request), and then fail. If the model has other
-      pools, a request also fails once all replicas of this pool have failed it.
-
-    ``request_router_kwargs`` are ``controller``, the controller's configuration as plain data, and
-    optionally ``key`` (of the model, if the application has several), ``no_replica_wait_s``,
-    ``other_pools`` and ``scales_to_zero``."""
+    A hinted replica is chosen outside Serve's queue: a full one must not delay other requests.
+    Closed ones need a hint, and so do quarantined ones if there are others. Without any replica,
+    requests wait from when the last one left, then fail; with other pools, also once all here have
+    failed."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Called by Serve once, with ``request_router_kwargs``, on the router's event loop."""
@@ -89,8 +75,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Serve asks for the replica of a request. Unexpected cases fall back to Serve's own
-        choice: an exception here would fail the request."""
+        """Fall back to Serve's choice in unexpected cases: an exception would fail the request."""
         chosen = await self._choice_for(pending_request, is_retry)
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, EngineRequest):
@@ -134,8 +119,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             self._report_gone([replica_id.unique_id])
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
-        """A call could not reach the replica. Over gRPC a dead one looks the same, so probe it
-        through Ray, which can tell; the probe calls :meth:`on_replica_actor_died`."""
+        """Over gRPC a dead replica looks the same: probe by Ray, which tells."""
         super().on_replica_actor_unavailable(replica_id)
         replica = self._by_unique_id.get(replica_id.unique_id)
         if replica is not None and replica_id.unique_id not in self._probed:
@@ -155,8 +139,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return self._least_loaded_but(excluded) if excluded else None
 
     def _excluded(self, hint: Hint) -> tuple[str, ...]:
-        """The replicas that only get requests with them as target: the closed ones, and as long as
-        there are others the quarantined ones."""
+        """Replicas for targets only: closed ones, and quarantined ones if there are others."""
         both = (*hint.closed, *hint.quarantined)
         if hint.quarantined and self._least_loaded_but(both) is None:
             return hint.closed
@@ -169,8 +152,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         return min(rest, key=lambda replica: cache.get(replica.replica_id) or 0, default=None)
 
     async def _wait_for_replica(self) -> None:
-        """Return when there is a replica. Raises NoReplicaError: there has been none for too
-        long."""
+        """Return when there is a replica. Raises NoReplicaError: none for too long."""
         since_s = self._none_since_s
         if self._scales_to_zero:
             since_s = asyncio.get_running_loop().time()
@@ -186,8 +168,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     async def _while_there_are_replicas(
         self, choice: Coroutine[Any, Any, RunningReplica]
     ) -> RunningReplica:
-        """Serve's own choice, bounded: otherwise it blocks after the last replica has died. Raises
-        NoReplicaError: there was none for too long."""
+        """Serve's choice, bounded: it blocks after the last replica died. Raises NoReplicaError."""
         chosen = asyncio.ensure_future(choice)
         given_up = asyncio.ensure_future(self._until_none_appears())
         try:
@@ -200,8 +181,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             given_up.cancel()
 
     async def _until_none_appears(self) -> None:
-        """Wait until there has been no replica for too long. Raises NoReplicaError: there was none
-        for too long."""
+        """Raises NoReplicaError once there has been no replica for too long."""
         while True:
             await self._wait_for_replica()
             await self._changed.wait()

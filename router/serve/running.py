@@ -1,8 +1,4 @@
-"""The replicas that run, as Serve's request router knows them.
-
-Serve constructs the request router, and everything else has only a handle; both are in one process
-and share only this.
-"""
+"""The replicas that run, as Serve's request router knows them; all else has only a handle."""
 
 from __future__ import annotations
 
@@ -41,9 +37,8 @@ class Running:
         return self._ids.get(deployment, frozenset())
 
     def starts_in_s(self, deployments: Sequence[DeploymentID], startup_s: float) -> float | None:
-        """The predicted time until the first replica of any of the deployments runs, seconds;
-        ``None``: one runs. Serve starts replicas at once where none is left, and together with the
-        routers. ``startup_s``: of a whole start, until one was measured."""
+        """Predicted seconds until the first replica runs; ``None``: one runs. ``startup_s``: until
+        a whole start was measured."""
         if any(map(self.of, deployments)):
             return None
         left_s = []
