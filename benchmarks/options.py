@@ -27,9 +27,8 @@ R = TypeVar("R")
 def in_processes(
     function: Callable[[T], R], jobs: int
 ) -> Iterator[Callable[[Iterable[T]], Iterator[R]]]:
-    """Gives a function that applies ``function`` to values in ``jobs`` processes and yields the
-    results in order, as soon as they are there. What is not yet begun when the block is left never
-    begins."""
+    """Apply ``function`` to values in ``jobs`` processes, and yield in order. What has not begun
+    when the block is left never begins."""
     if jobs == 1:
         yield partial(map, function)
         return
@@ -65,8 +64,7 @@ class NumberRange(click.FloatRange):
 def number_option(
     *names: str, default: Any, least: Any, most: Any, words: str = "", **more: Any
 ) -> Option[Any]:
-    """An option that takes a number from ``least`` to ``most``, a whole one if these and the
-    default are. ``words`` are its help; ``more`` goes to :func:`click.option`."""
+    """An option for a number from ``least`` to ``most``, whole if these and the default are."""
     sample = default[0] if isinstance(default, tuple) else default
     whole = isinstance(least, int) and isinstance(sample, int | None)
     kind: Any = click.IntRange(least, most) if whole else NumberRange(least, most)

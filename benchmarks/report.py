@@ -30,8 +30,7 @@ _T_MORE = 1.96
 
 
 class Estimate(NamedTuple):
-    """The mean over the seeds that have the figure, nan without any; half the width of its 95 %
-    range, nan with fewer than two; and how many have the figure."""
+    """Mean over seeds with the figure, half its 95 % range (nan below two), and their number."""
 
     mean: float
     half_width: float
@@ -39,8 +38,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The mean of ``values``, one per seed; nan means that a seed lacks the figure. An infinite
-        value makes the mean infinite and the range unknown."""
+        """The mean of ``values``; nan: a seed lacks the figure. Infinite values: unknown range."""
         known = [value for value in values if not isnan(value)]
         if not known:
             return cls(nan, nan, 0)
@@ -90,8 +88,7 @@ class Chart(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All of one experiment's results: what it is, how ranges were computed, the command that
-    repeats it, its contents, and every measured cell and seed."""
+    """All of one experiment's results, with the command that repeats it."""
 
     name: str
     source: str
@@ -104,8 +101,7 @@ class Report(NamedTuple):
     rows: Sequence[Mapping[str, Any]]
 
     def as_json(self) -> str:
-        """Everything but the charts, which show the same figures. Values that JSON has no number
-        for are ``null``."""
+        """Everything but the charts; values that JSON has no number for are ``null``."""
         fields = {key: value for key, value in self._asdict().items() if key != "charts"}
         fields["tables"] = [table._asdict() for table in self.tables]
         fields["rows"] = [
@@ -126,8 +122,7 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
     def write(self, folder: Path, plots: bool = True) -> list[Path]:
-        """Write ``<name>.json``, ``<name>.md`` and a PNG per chart; return their paths. Raises
-        :class:`ReportError`."""
+        """Write JSON, Markdown and PNGs; their paths. Raises :class:`ReportError`."""
         texts = {f"{self.name}.json": self.as_json(), f"{self.name}.md": self.as_markdown()}
         written = []
         try:

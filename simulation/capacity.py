@@ -29,24 +29,18 @@ _AS_MANY = ((1, -1), (-1, 1))
 
 
 class Search(NamedTuple):
-    """What a search found: the count that reaches the target while one fewer does not, or ``None``,
-    and the attainment of every count that was tried, in order."""
+    """The least count that reaches the target, or ``None``, and every attainment tried."""
 
     replicas: int | None
     attainment: dict[int, float]
 
 
 def search(attainment: Callable[[int], float], target: float, start: int, most: int) -> Search:
-    """Search for the smallest count of replicas whose attainment reaches ``target``.
+    """The smallest count of replicas whose attainment reaches ``target``, by galloping from
+    ``start`` and bisection: ``O(log(start + answer))`` trials.
 
-    It gallops away from ``start`` in steps that begin with an eighth of it and double, until the
-    answer is between two counts, and halves what lies between: ``O(log(start + answer))`` counts,
-    none of them twice. Attainment is taken to grow with the replicas; nan counts as below any
-    target.
-
-    Raises:
-        ValueError: a target or bound that is not allowed. What ``attainment`` raises passes
-            through."""
+    Attainment is taken to grow with the count; nan is below any target. Raises
+    :class:`ValueError`."""
     if not 0 < target <= 1:
         raise ValueError(f"target must be above 0 and at most 1, got {target}")
     if most < 1:
@@ -94,9 +88,8 @@ def _above(holds: Callable[[int], bool], low: int, step: int, most: int) -> tupl
 
 
 def least_busy(workload: Workload, model: LatencyModel) -> int:
-    """Number of engines that the work of all requests keeps busy while they arrive, without the
-    fixed part of steps and without cached prefixes: a start for :func:`search`. At least 1, at most
-    :data:`MOST_REPLICAS`."""
+    """A start for :func:`search`, 1 to :data:`MOST_REPLICAS`: engines that the work keeps busy,
+    without fixed parts and cached prefixes."""
     between_s = workload.duration_s - (workload.arrivals[0].arrival_s if len(workload) else 0.0)
     if between_s <= 0:
         return 1
@@ -105,8 +98,7 @@ def least_busy(workload: Workload, model: LatencyModel) -> int:
 
 
 def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
-    """Time of a request's prompt, and of the later output tokens and what later stages add to the
-    prompt."""
+    """Time of a request's prompt, and of later output tokens and prompts of stages."""
     prompt_s = model.work_s(arrival.prompt_tokens, 0)
     later, context = 0.0, arrival.prompt_tokens
     for stage in arrival.stages:
@@ -119,8 +111,7 @@ def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
 
 
 def full_rate(workload: Workload, model: LatencyModel, engine: EngineConfig) -> float:
-    """Requests per second whose work fills an engine's time in steps as long as the tightest TPOT,
-    or whose decodes fill its KV. The workload has at least one request."""
+    """Requests per second that fill an engine's time at the tightest TPOT, or its KV."""
     work_s, held_tokens = 0.0, 0.0
     for arrival in workload.arrivals:
         prompts = [arrival.prompt_tokens, *(stage.prompt_tokens for stage in arrival.stages)]
@@ -146,11 +137,8 @@ def greatest_loads(
     most: float,
     steps: int,
 ) -> dict[float, float]:
-    """By share of the requests, in (0, 1]: the greatest load at which it attains, from ``least`` to
-    ``most``; 0 if it does not at the lowest.
-
-    It halves the logarithm of the range ``steps`` times; in the last part the load is on a straight
-    line of the log odds. Attainment is taken to fall with the load."""
+    """By share in (0, 1]: the greatest load from ``least`` to ``most`` at which it attains, else 0,
+    by ``steps`` bisections of the logarithm and a line of the log odds at the end."""
     at = cache(attainment)
 
     def found(share: float) -> float:
@@ -170,12 +158,9 @@ def greatest_loads(
 
 
 def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -> PoolDemand:
-    """A workload's demand on each role per request and second, by the formula of SLOs-Serve, at the
-    smallest TPOT that a request states. A decode replica makes every token, and computes the prompt
-    tokens that later stages add.
-
-    Raises:
-        ValueError: a workload without requests."""
+    """A workload's demand on each role per request and second (SLOs-Serve's formula), at the
+    smallest TPOT. Decode replicas also compute prompts of later stages. Raises
+    :class:`ValueError`."""
     if not len(workload):
         raise ValueError(f"workload {workload.name} has no request to measure")
     prefill_s = decode_s = tokens = held_tokens = 0.0
@@ -204,8 +189,7 @@ Pools = tuple[int, int]
 
 
 class PoolSearch(NamedTuple):
-    """What a search for the sizes of two pools found, or ``None``, and the attainment of all that
-    it tried."""
+    """The found sizes of two pools, or ``None``, and every attainment tried."""
 
     pools: Pools | None
     attainment: dict[Pools, float]
@@ -214,15 +198,9 @@ class PoolSearch(NamedTuple):
 def search_pools(
     attainment: Callable[[Pools], float], target: float, demand: PoolDemand, start: int, most: int
 ) -> PoolSearch:
-    """Search for the fewest prefill and decode replicas together that reach ``target``.
-
-    First as :func:`search` does, over totals that are split by the formula. The formula knows
-    neither bursts nor the TTFT, so then, as long as one of its neighbours with a replica less in
-    all also reaches the target, that is taken; at last the neighbours of the same total are tried.
-
-    Raises:
-        ValueError: a target or bound that is not allowed. What ``attainment`` raises passes
-            through."""
+    """The fewest prefill and decode replicas together that reach ``target``: :func:`search` over
+    totals split by the formula, then, as that knows neither bursts nor TTFT, neighbours with a
+    replica less. Raises :class:`ValueError`."""
     if most < 2:
         raise ValueError(f"most must be at least 2, one replica of each role, got {most}")
     tried: dict[Pools, float] = {}

@@ -15,10 +15,9 @@ from sluice.scheduling.roles import Role
 
 
 class Speculation(BaseModel):
-    """Speculative decoding: up to ``length`` tokens are drafted for each decode step, of which the
-    policy has some checked; each is right with probability ``alpha`` if those before it were
-    (SLOs-Serve §3.2.3 and appendix D). A step that checks ``d`` costs what a prefill of ``1 + d``
-    tokens costs, and drafting costs ``draft_s`` for each token of the longest draft."""
+    """Up to ``length`` drafts per decode, each right with probability ``alpha`` if those before
+    were (SLOs-Serve §3.2.3, appendix D). Checking ``d`` costs a prefill of ``1 + d`` tokens;
+    drafting, ``draft_s`` per token of the longest draft."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -198,8 +197,8 @@ class ClusterConfig(BaseModel):
 
 
 class Autoscaling(NamedTuple):
-    """Policies that set the number of replicas of each role, from ``least`` to ``most``.
-    ``startup_s``: from the order of a replica, from which on it is paid for, until it serves."""
+    """Policies of the number of replicas; ``startup_s``: from order, already paid for, to
+    service."""
 
     make: Callable[[Role], AutoscalingPolicy]
     least: int
@@ -209,16 +208,14 @@ class Autoscaling(NamedTuple):
 
 
 class ElasticRoles(NamedTuple):
-    """Roles that change while a cluster runs: what decides, and an engine's policy by its new
-    role."""
+    """Roles that change: what decides, and an engine's policy by its new role."""
 
     shares: RoleShares
     make_batch: Callable[[Role], BatchPolicy]
 
 
 class Failure(NamedTuple):
-    """A replica dies and what it held is lost; a new one takes its place after ``down_s``, if any
-    does."""
+    """A replica dies with all it held; a new one comes after ``down_s``, if any."""
 
     at_s: float
     replica: int
@@ -234,8 +231,7 @@ class Slowdown(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """Replicas join, or if ``change`` is negative leave after their work is done, the youngest
-    first."""
+    """Replicas join, or if negative leave after their work, the youngest first."""
 
     at_s: float
     change: int

@@ -1,14 +1,9 @@
 """Generated workloads: distributions of lengths, arrival processes, and requests of both.
 
-With one seed an arrival process gives the same pattern at every rate, only slower or faster; only
-of :class:`OnOff` the phases stay as long.
-
-Lengths match a published table, which gives a mean, one high quantile, and at times the standard
-deviation; no log-normal has the three that the papers print. So a body and a tail meet at the
-printed quantile ``cap``: below it, a log-normal truncated at ``cap``; above it, log-uniform from
-``cap`` to ``reach * cap``. The body's two parameters are solved so that the mean, and the standard
-deviation where there is one, of the whole are those of the table; where only the mean is printed,
-the body is cut at the same quantile as the whole."""
+A seed gives the same arrivals at every rate, scaled in time (of :class:`OnOff` the phases stay). No
+log-normal has the mean, quantile and deviation that papers print, so a log-normal body cut at the
+quantile ``cap`` meets a log-uniform tail up to ``reach * cap``; the body is solved so that the
+whole has the printed mean and deviation, or where only a mean is printed is cut at its quantile."""
 
 from __future__ import annotations
 
@@ -39,14 +34,9 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Lengths in tokens, see the module. Made by one of its constructors.
-
-    Args:
-        cap: where body and tail meet, tokens.
-        share: mass of the body, in (0, 1].
-        reach: the longest length over ``cap``, >= 1.
-        cut: the cap's place in the body's normal distribution of logarithms.
-        sigma: standard deviation of that distribution; 0: every length is ``cap``."""
+    """Lengths in tokens, see the module. ``cap`` is where body and tail meet, ``share`` the body's
+    mass, ``reach`` the longest over ``cap``; ``cut`` and ``sigma`` place the cap in the body's
+    normal distribution of logarithms (``sigma`` 0: every length is ``cap``)."""
 
     mean: float
     cap: float
@@ -65,8 +55,7 @@ class LengthDistribution:
     @classmethod
     @lru_cache(maxsize=64)
     def of_p99(cls, mean: float, p99: float, std: float) -> Self:
-        """With this mean, 99th percentile and standard deviation; a spread beyond that of every
-        such distribution gives the widest one."""
+        """With this mean, P99 and deviation; a deviation that is too large gives the widest one."""
         share, reach = 0.99, _P99_REACH
         body_mean = _body_moment(mean, share, p99, reach, 1)
         body_square = _body_moment(mean**2 + std**2, share, p99, reach, 2)
@@ -199,8 +188,7 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Independent gaps with a Gamma distribution of variation ``cv``: 1 is Poisson, above 1 is
-    bursty."""
+    """Gamma gaps of variation ``cv``: 1 is Poisson, above 1 is bursty."""
 
     rate: float
     cv: float = 2.0
@@ -221,15 +209,10 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class OnOff:
-    """Bursts and silence in turn, both of exponential length, with Poisson arrivals in a burst.
+    """Poisson bursts and silence in turn, both of exponential length; raises :class:`ValueError`.
 
-    The defaults are the first half of the Azure 2023 code trace, cut where no request came for 5 s.
-    A run of few bursts has a rate of its own: 600 requests at 5 a second came at 0.45 to 3.3 times
-    that in nine of ten draws, 3,000 at 0.66 to 1.6 times.
-
-    Raises:
-        ValueError: a value that is not positive and finite, or fewer than one request in 100
-            bursts."""
+    The defaults are the first half of the Azure 2023 code trace, cut at silences of 5 s. The rate
+    of few bursts varies: 600 requests came at 0.45 to 3.3 times it in nine of ten draws."""
 
     rate: float
     on_s: float = 17.0
@@ -263,11 +246,8 @@ class OnOff:
 
 @dataclass(frozen=True, slots=True)
 class Diurnal:
-    """Poisson arrivals whose rate swings like that of a day: a cosine, least at the start, by
-    ``swing`` of its mean; it ``begins`` at this share of the period.
-
-    Raises:
-        ValueError: a value that is not allowed."""
+    """Poisson arrivals whose rate is a cosine, least at the start, with amplitude ``swing`` of its
+    mean; it ``begins`` at this share of the period. Raises :class:`ValueError`."""
 
     rate: float
     period_s: float = 86_400.0
@@ -305,10 +285,7 @@ class Diurnal:
 
 @dataclass(frozen=True, slots=True)
 class Surges:
-    """A steady load with surges of ``factor`` times its rate, each for an exponential time.
-
-    Raises:
-        ValueError: a value that is not positive and finite, or a factor that is not above 1."""
+    """A steady load with surges of ``factor`` (> 1) times its rate, of exponential length."""
 
     rate: float
     factor: float = 4.0
@@ -361,9 +338,7 @@ class AtOnce:
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """The arrival times of a trace, stretched to a rate: ``partial(Recorded, trace=workload)``.
-
-    Raises:
-        ValueError: the trace has no rate of its own: fewer than two requests, or all at once."""
+    Raises :class:`ValueError`: the trace has no rate of its own."""
 
     rate: float
     trace: Workload
@@ -379,10 +354,7 @@ class Recorded:
         return f"times of {self.trace.name}, stretched to {self.rate:.4g} requests/s"
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
-        """The first ``count`` times.
-
-        Raises:
-            ValueError: the trace has fewer requests."""
+        """The first ``count`` times; raises :class:`ValueError` if the trace has fewer."""
         if count > len(self.trace):
             raise ValueError(f"trace {self.trace.name} has {len(self.trace)} requests, not {count}")
         recorded = np.array([arrival.arrival_s for arrival in self.trace.arrivals[:count]])
@@ -400,10 +372,8 @@ def always(slo: SLO) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A TTFT objective as a multiple of the time that the prompt takes alone (SLOs-Serve Table 3),
-    at least ``floor_s``: the multiple of a short prompt can be less than one decode step of a full
-    batch.
-    """
+    """A TTFT objective as a multiple of the prompt's time alone (SLOs-Serve Table 3), at least
+    ``floor_s``: for short prompts it can be less than one step of a full batch."""
 
     factor: float
     zero_load_s: Callable[[int], float]
@@ -453,10 +423,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Requests that think and then answer: two stages, the second without a new prompt.
-    ``objective`` is of the prompt and the thinking; the answer's first token is due as a decode
-    step like the others.
-    """
+    """Requests that think and then answer: two stages, the second without a new prompt. The
+    answer's first token is due as a decode step."""
 
     name: str
     prompt: LengthDistribution
@@ -482,10 +450,8 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolLoop:
-    """Requests that call tools: rounds of prefill and decode, the last of which is the answer.
-
-    The number of rounds is normal, rounded, from 1 to ``most_rounds``; lengths are independent in
-    every round. The tools themselves take no time."""
+    """Rounds of prefill and decode, the last of which is the answer: a rounded normal number from 1
+    to ``most_rounds``, with independent lengths. The tools take no time."""
 
     name: str
     prompt: LengthDistribution
@@ -523,11 +489,8 @@ def generate(
     seed: int,
     description: str = "",
 ) -> Workload:
-    """A workload of ``requests`` requests, each of a task class drawn by share. With one seed,
-    another rate or process brings the same requests at other times.
-
-    Raises:
-        ValueError: no tasks, a share that is not positive, or no requests."""
+    """``requests`` requests of task classes drawn by share; with one seed, another rate or process
+    brings the same requests at other times. Raises :class:`ValueError`."""
     if requests < 1:
         raise ValueError(f"requests must be at least 1, got {requests}")
     shares = np.array([task.share for task in tasks], dtype=np.float64)

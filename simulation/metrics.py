@@ -1,11 +1,7 @@
 """What the requests of a run experienced: latencies, attained objectives, gain.
 
-A request of several stages has a figure per stage; its own is the worst of them, and it attains if
-all do. A request that ended without all its output attains nothing.
-
-A gain function maps the emission times of one request's tokens and its objective to a number; a
-system maximises the sum over its requests (ProServe §2). The tests hold each to the claims of its
-Table 1."""
+A request's figure is the worst of its stages; without all its output it attains nothing. A gain
+function maps emission times and objective to a number, summed over requests (ProServe §2)."""
 
 from __future__ import annotations
 
@@ -41,13 +37,9 @@ Flags = NDArray[np.bool_]
 
 
 class TPOTMetric(enum.StrEnum):
-    """How the time per output token of a stage is measured: as
-    :class:`~sluice.scheduling.request.objective.TPOTAnchor`, or
-
-    ``ENVELOPE``: the largest ``(t_i - a - TTFT) / (i - 1)``, at least 0: the TPOT under which every
-    token would have been within the deadlines of TDG. It counts from the first token without a
-    TTFT.
-    """
+    """How a stage's time per output token is measured: a ``TPOTAnchor``, or ``ENVELOPE``: the
+    largest ``(t_i - a - TTFT) / (i - 1)``, at least 0, the TPOT that keeps TDG's deadlines; without
+    a TTFT it counts from the first token."""
 
     MEAN = TPOTAnchor.MEAN.value
     RUNNING_MAX = TPOTAnchor.RUNNING_MAX.value
@@ -57,15 +49,9 @@ class TPOTMetric(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Figures per stage, arrays of one length; seconds, nan where there is no such figure.
-
-    Attributes:
-        request: key of its request.
-        start_s: the arrival, or when the stage before it ended.
-        ttft_s, e2e_s: start to first and to last token.
-        tpot_s: by metric; nan with fewer than two tokens.
-        emitted: tokens that left.
-        complete: whether all its tokens left."""
+    """Figures per stage, arrays of one length; seconds, nan where there is no figure. ``request``
+    is the key; times count from ``start_s``, the arrival or the end of the stage before; ``tpot_s``
+    is nan with fewer than two tokens."""
 
     request: Ints
     start_s: Floats
@@ -137,8 +123,7 @@ def _paces(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetri
 
 
 def _windows(times: Floats, index: Ints, last: Ints) -> Floats:
-    """Per token, the mean time per token of the window that ends with its group; nan where that has
-    fewer than 10 tokens. ``last``: place of the last one of its stage that left."""
+    """Per token, its window's mean time per token; nan below 10 tokens."""
     places = np.arange(len(times))
     ends = np.append(times[1:] != times[:-1], True) | (places == last)
     group_ends = np.flatnonzero(ends)
@@ -176,8 +161,7 @@ def metric_name(metric: TPOTMetric | None, slos: Iterable[SLO]) -> str:
 
 
 def attained(requests: Requests, measured: Stages, metric: TPOTMetric | None = None) -> Flags:
-    """By request: whether it has all its output and met (``<=``) every stated objective, TPOT by
-    :func:`judged_tpot_s`."""
+    """By request: all output, and every objective met (``<=``)."""
     tpot_s = judged_tpot_s(requests, measured, metric)
     met = measured.complete & (measured.ttft_s <= column(requests, 0))
     met &= np.isnan(tpot_s) | (tpot_s <= column(requests, 1))
@@ -214,11 +198,8 @@ def deadline_gain(
     weights: GainWeights | None = None,
     anchor: Anchor = Anchor.ENVELOPE,
 ) -> Gain:
-    """ProServe Eq. 3: the weight of each token that left before its deadline, times the priority;
-    default weights: :func:`workload_weights`.
-
-    Raises:
-        ValueError: the last-token anchor, under which TDG is not defined."""
+    """ProServe Eq. 3: the weight of each token before its deadline, times the priority. Raises
+    :class:`ValueError`: the last-token anchor, for which TDG is undefined."""
     of_token = token_gain(requests, measured, weights, anchor)
     owner = np.repeat(requests.stage_request, requests.stage_tokens)
     gain, ideal = (
@@ -288,24 +269,12 @@ def worst_by_request(requests: Requests, measured: Stages, values: Floats) -> Fl
 class Summary:
     """Figures of one run. Seconds unless named; nan where nothing has the figure.
 
-    Every request counts, so a short run looks better than a long one at the same rate, and above
-    capacity attainment falls for as long as the run lasts: compare runs of one length, and state
-        it.
-
-    Attributes:
-        scaling: how the rate of the workload was changed.
-        tpot_metric: which TPOT is meant.
-        offered_rate: requests per second between the first and the last arrival.
-        attainment: share of all requests that met every objective.
-        tdg_ratio: token-level deadline gain over the ideal one.
-        effective_rate: ``offered_rate * attainment``, FairBatching's effective RPS.
-        goodput, throughput: requests that met every objective, and output tokens, per second of the
-            whole run, until the last one ended.
-        ttft_p50_s, ttft_p99_s: of first stages. tpot_p50_s, tpot_p99_s: of worst stages.
-        longest_wait_s: the longest time to a first token.
-        utilisation: share of the run's time in steps, mean over the engines.
-        recomputed_share: of the computed tokens, those that had been computed before.
-        correction: mean learnt factor on the belief."""
+    Every request counts, and above capacity attainment falls for as long as the run lasts: compare
+    runs of one length. ``effective_rate``: offered rate times attainment (FairBatching's effective
+    RPS); ``goodput``, ``throughput``: requests that met every objective, output tokens, per second
+    of the whole run; TTFT quantiles are of first stages, TPOT's of worst ones;
+    ``recomputed_share``: of the computed tokens; ``correction``: mean learnt factor on the
+    belief."""
 
     workload: str
     scaling: str
@@ -338,8 +307,7 @@ def summarise(
     weights: GainWeights | None = None,
     anchor: Anchor = Anchor.ENVELOPE,
 ) -> Summary:
-    """The summary of a run; default: the TPOT that each objective states, and weights by the
-    workload."""
+    """The summary of a run; by default each objective's own TPOT and the workload's weights."""
     requests = result.requests
     workload = requests.workload
     measured = stages(requests)

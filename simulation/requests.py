@@ -45,8 +45,7 @@ _LEAST_STEP = 1 / 16
 
 
 class Return(NamedTuple):
-    """A refused request was retried, ``told_s`` after the advice; ``promised``: it was guaranteed
-    then."""
+    """A refused request's retry, ``told_s`` after the advice, and whether it was promised."""
 
     key: int
     at_s: float
@@ -55,22 +54,15 @@ class Return(NamedTuple):
 
 
 class Requests:
-    """The requests of one run, by key: the request's index in the workload.
-
-    A stage is one prefill-and-decode pair; most requests have one. When a stage ends, the next one
-    begins at that moment, and the policy sees it as a fresh request that has its context computed
-    (:meth:`~sluice.scheduling.request.objective.SLO.at_stage`).
+    """The requests of one run, by key: the index in the workload. A stage is one prefill-and-decode
+    pair; the policy sees the next one as a fresh request with its context computed.
 
     Attributes:
         slos: by key, the objective that a policy sees now: the planned one where it was promised.
-        rows, private: each as an engine gets it: as it arrived, or as it was when its engine
-            failed.
-        first_stage: ``int64[requests + 1]``, where a request's stages begin.
-        offsets: ``int64[stages + 1]``, where a stage's emission times begin.
-        emitted_s: ``float64[all output tokens]``, when each token left; nan before.
-        times: ``emitted_s`` with one entry more, for tokens that no client gets.
-        failures: why a request ended without its output, by key.
-        promised_s: time to the first token that was predicted when the objective was promised."""
+        rows, private: each as an engine gets it: as it arrived, or when its engine failed.
+        first_stage: ``int64[requests + 1]``; offsets: ``int64[stages + 1]`` into emission times.
+        emitted_s: ``float64[all output tokens]``; nan before.
+        times: ``emitted_s`` with one entry more, for tokens that no client gets."""
 
     def __init__(self, workload: Workload, predictor: LengthPredictor | None = None) -> None:
         self.workload = workload
@@ -156,9 +148,8 @@ class Requests:
         stated: SLO | None = None,
         planned: Times | None = None,
     ) -> None:
-        """Write the fields of a placed request that its engine receives; ``promised_s`` is nan
-        without a guarantee. The engine plans by ``planned``, or by ``stated`` if that is ``None``.
-        """
+        """Write a placed request's fields; ``promised_s`` is nan without a promise. The engine
+        plans by ``planned``, or by ``stated``."""
         row = self.rows[key]
         row[BEST_EFFORT] = best_effort
         row[PROMISED] = not isnan(promised_s)
@@ -193,8 +184,7 @@ class Requests:
         row[EXPECTED] = longer - before
 
     def interrupted(self, key: int, row: Floats, private: Ints) -> None:
-        """A request's engine has failed, with these rows of it: another engine can resume it as a
-        request whose prompt includes the emitted tokens."""
+        """Its engine failed: another resumes it with emitted tokens in the prompt."""
         emitted = int(row[EMITTED])
         rest, own = self.rows[key], self.private[key]
         rest[:] = row
@@ -208,8 +198,7 @@ class Requests:
         own[ADMISSION:PRIVATE] = 0
 
     def rest(self, key: int, now_s: float) -> SLO:
-        """The objective of the rest of a request, as the router sets it for a resumed stream. It is
-        also written to the request's row."""
+        """The objective of a resumed stream's rest, also written to its row."""
         row = self.rows[key]
         whole = self.arrivals[key].slo
         if not self.begun(key):
@@ -229,9 +218,8 @@ class Requests:
         return SLO.of_stages(stages, None, slo.priority, slo.service_class, slo.tpot_anchor)
 
     def later(self, keys: Ints, private: Ints) -> Floats | None:
-        """What a replica reports of the stages to come
-        (:func:`~sluice.scheduling.request.stages.later_of`), one row each; ``None`` where no
-        request of the run has several."""
+        """What replicas report of stages to come, a row each; ``None`` where no request has
+        several."""
         if self.whole_stages:
             return None
         found = np.zeros((len(keys), 3))

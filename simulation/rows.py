@@ -1,8 +1,7 @@
-"""Continuous batching, chunked prefill and paged KV over the live requests of one simulated engine.
+"""Continuous batching, chunked prefill and paged KV over the live requests of one simulated engine,
+for the simulator and for replicas.
 
-The simulator's engine (:mod:`sluice.simulation.engine`) and a replica's
-(:mod:`sluice.replica.simulated.core`) run on it. Besides the policies' table a request has a row of
-numbers that no policy may see, ``int64[capacity, PRIVATE]``, and the engine has its counters."""
+A request has the policies' table and ``int64[capacity, PRIVATE]`` that no policy may see."""
 
 from __future__ import annotations
 
@@ -114,15 +113,12 @@ def begin_step(
     block_tokens: int,
     max_sequences: int,
 ) -> int:
-    """Start a step that carries out a plan; return how many of its entries run.
+    """Start a step that carries out ``plan`` (rows, tokens, ``evicted``, ``kept``); how many
+    entries run.
 
-    ``plan`` has the planned rows, their tokens, the rows ``evicted`` and the rows ``kept``. The
-    rows ``evicted`` are preempted first. Running requests come first, in order of the plan. One
-    that lacks blocks takes them from those outside the plan, the last admitted first and those
-    ``kept`` never, and then from those that the plan has behind it. Waiting requests are admitted
-    only in a step that itself preempts nothing. ``O(live + planned)``, and ``O(live)`` more per
-    preemption.
-    """
+    Running requests that lack blocks take them from those outside the plan, the last admitted first
+    and ``kept`` never, then from those behind them in the plan. Waiting requests are admitted only
+    without a preemption. ``O(live + planned)``, and ``O(live)`` more per preemption."""
     rows, tokens, evicted, kept = plan
     live = counters[LIVE]
     planned = np.zeros(live, np.int64)
@@ -201,8 +197,7 @@ def times_s(
 def parts_s(
     table: Floats, step: Ints, pieces: Floats, fixed_factor: float, work_factor: float
 ) -> tuple[float, float]:
-    """Fixed part and work of a step, without the factors, by the piece that is the costliest with
-    them."""
+    """Fixed part and work of a step, by its costliest piece, without the factors."""
     fixed_s = all_s = most = 0.0
     for piece in range(pieces.shape[0]):
         total = 0.0
@@ -226,14 +221,11 @@ def complete_step(
     ending: tuple[int, int, float],
     emitted_s: Floats,
 ) -> None:
-    """End a step: count its tokens, write when they left, and take out what is finished.
+    """End a step, and write to ``step`` the keys that finished, continue with a stage or have
+    outgrown their expected length, with the kind of change.
 
-    ``ending`` has the number of its entries, the tokens to draft for each decode, and the time.
-    Where ``emitted_s`` is empty, no times are written. A row whose target is 0 was dropped while
-    the step ran. The keys of the requests that finished, continue with another stage or have
-    outgrown their expected length are written to ``step``, with the kind of change, in the order of
-    the entries.
-    """
+    ``ending``: entries, tokens to draft for each decode, time. An empty ``emitted_s``: no times are
+    written. A row with target 0 was dropped while the step ran."""
     count, drafts, now_s = ending
     ended = False
     counters[TURNS] = 0
@@ -306,17 +298,11 @@ Array = TypeVar("Array", bound=NDArray[Any])
 
 
 class Rows:
-    """Arrays of one length, the first ``live`` rows of which are in use, in order of arrival.
+    """Arrays whose first ``live`` rows are in use, in order of arrival: ``table`` for policies,
+    ``private``, ``keys``, and ``step``, the one under way, with ``ran_count`` entries.
 
-    It does what stock vLLM does around a plan
-    (:class:`~sluice.scheduling.batching.batch.BatchBuilder`): a running request that lacks blocks
-    preempts others by recompute. At most one step runs: :meth:`begin`, then :meth:`complete`.
-
-    Attributes:
-        table: what policies see, ``float64[capacity, FIELDS]``.
-        private: what they do not see, ``int64[capacity, PRIVATE]``.
-        keys: which requests these are.
-        step: the step under way, ``int64[capacity, STEP]``, and ran_count: its entries."""
+    As in stock vLLM, a running request that lacks blocks preempts others by recompute. One step at
+    a time: :meth:`begin`, then :meth:`complete`."""
 
     def __init__(self, kv_blocks: int, block_tokens: int, max_sequences: int) -> None:
         self.table: Floats = np.zeros((_CAPACITY, FIELDS))
@@ -380,8 +366,7 @@ class Rows:
         return self.ran_count
 
     def complete(self, now_s: float, drafts: int = 0, emitted_s: Floats = _NOWHERE) -> Ints:
-        """End the step; return the keys of the requests that finished, began a stage or have
-        outgrown their expected length, each with which of these it was."""
+        """End the step; keys that finished, began a stage or outgrew their length, with which."""
         complete_step(
             self.table,
             self.private,
@@ -439,5 +424,4 @@ def compile_now() -> None:
 
 
 def _doubled(array: Array) -> Array:
-    """``array`` with as many empty places behind it."""
     return cast(Array, np.concatenate((array, np.zeros_like(array))))

@@ -27,22 +27,11 @@ TOO_LONG = "longer than the KV cache"
 class Result:
     """The outcome of a run. Times are seconds from the workload's start.
 
-    Attributes:
-        requests: every request, with the times of its tokens and the failures.
-        steps: engine steps, by engine.
-        busy_s, up_s, starting_s: sums over all engines of the steps' times, of the times for which
-            they were there, and for which they were started and served nothing yet.
-        recomputed_tokens: of the computed ones, those computed before, or cached, and lost.
-        hit_tokens: tokens that prefix caches had.
-        fallbacks: steps that the policy left empty.
-        dropped: planned entries that the engine could not run.
-        correction: mean of the engines' learnt corrections at the end.
-        moved: times that a request was placed again after a replica failed.
-        split: times that a replica took over the KV of a prompt that another one had computed.
-        migrated: times that a running stream moved to another replica.
-        drains_s: of each replica that left, the time that its drain took.
-        checked_drafts, accepted_drafts: drafted tokens that steps checked, and that were right.
-        sizes: by role, the wanted numbers of replicas; empty where they are fixed."""
+    ``busy_s``, ``up_s``, ``starting_s`` are sums over engines (the last before they serve);
+    ``recomputed_tokens`` had been computed or cached, and lost; ``fallbacks``: steps left empty by
+    the policy; ``dropped``: planned entries that could not run; ``moved``: placements after a
+    failure; ``split``: KV taken over from a prefill replica; ``migrated``: streams; ``sizes``:
+    wanted replicas by role, empty where fixed."""
 
     requests: Requests
     end_s: float
@@ -125,20 +114,11 @@ def simulate(
     seed: int = 0,
     predictor: LengthPredictor | None = None,
 ) -> Result:
-    """Run ``workload`` through one engine until every request has ended.
+    """Run ``workload`` through one engine until every request has ended; one that is longer than
+    the KV fails at arrival. Equal arguments, with a new policy, give equal results.
 
-    A request that is longer than the KV cache fails at its arrival. Equal arguments give equal
-    results, if the policy is new.
-
-    Args:
-        truth: how long steps take; a model stands for itself with 3 % noise.
-        belief: what the policy plans with; a model stands for itself, with its own head-room and
-            online correction. Default: the truth's model with 5 % head-room.
-        seed: of the noise and of speculative acceptance.
-        predictor: of output lengths; default: the one that replicas have, by task class.
-
-    Raises:
-        StuckError: nothing could run."""
+    A model as ``truth`` has 3 % noise; ``belief`` is by default its model with 5 % head-room.
+    ``seed`` is of the noise and of speculation. Raises :class:`StuckError`: nothing could run."""
     believed, true = sides(truth, belief)
     requests = Requests(workload, predictor)
     rng = np.random.default_rng(seed)
@@ -149,8 +129,7 @@ def simulate(
 
 
 def drive(engine: VirtualEngine, requests: Requests) -> float:
-    """Run the clock until ``engine`` has ended all ``requests``; return the last time. Requests
-    that arrive during a step are seen by the next plan."""
+    """Run until all ``requests`` have ended; the last time. The next plan sees arrivals."""
     arrival_s = [arrival.arrival_s for arrival in requests.arrivals]
     count, arrived, now_s = len(requests), 0, 0.0
     while True:

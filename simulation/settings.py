@@ -1,8 +1,6 @@
-"""The papers' evaluation settings as generated workloads.
-
-Each states in the workload's description what comes from the paper and what is ours. Lengths follow
-the printed tables. The papers replay recorded arrival times; where the default here is a Poisson
-process, ``arrivals`` takes another one, such as ``partial(Recorded, trace=...)``."""
+"""The papers' evaluation settings as generated workloads, described by what is the paper's and what
+is ours. Lengths follow the printed tables; ``arrivals`` takes another process than Poisson, such as
+``partial(Recorded, trace=...)``, as the papers replay recorded times."""
 
 from __future__ import annotations
 
@@ -130,17 +128,10 @@ def slos_serve(
 ) -> Workload:
     """A scenario of SLOs-Serve §6 (Tables 1 to 4), one of :data:`SLOS_SERVE_SCENARIOS`.
 
-    Chatbot, summarizer and reasoning arrive by Poisson for "Azure-Chatting", which the paper calls
-    stable; coder and tools by :class:`OnOff` for the bursty "Azure-Coding". "mixed" is chatbot,
-    coder and summarizer side by side, each at a third of the rate; the paper states no shares. Our
-    reading of Table 4: its tool row describes one of the prefill-decode pairs.
-
-    Args:
-        zero_load_s: seconds to the first token of a prompt of n tokens on an idle engine,
-            of which the TTFT objectives are multiples, at least ``floor_s``, which is ours.
-
-    Raises:
-        ValueError: no such scenario."""
+    Poisson stands for the stable "Azure-Chatting", :class:`OnOff` for the bursty "Azure-Coding"
+    (coder, tools). "mixed" has equal rates, as the paper states no shares; we read Table 4's tool
+    row as one prefill-decode pair. TTFT objectives are multiples of ``zero_load_s``, at least
+    ``floor_s`` (ours)."""
     _check_known(scenario, SLOS_SERVE_SCENARIOS, "scenario")
     if scenario == "mixed":
         # The first of three streams that are each long enough, so that none ends before the others.
@@ -210,9 +201,8 @@ def flowprefill(
     output: LengthDistribution | None = None,
     arrivals: MakeArrivals = Poisson,
 ) -> Workload:
-    """FlowPrefill's mix of four tasks (Table 1) with a model's TTFT objectives (Table 2) times
-    ``slo_scale`` (second row of Fig. 9). Each request emits one token by default, as the paper's
-    prefill instances do."""
+    """FlowPrefill's four tasks (Table 1), TTFT objectives (Table 2) times ``slo_scale`` (Fig. 9).
+    One token each by default, as on its prefill instances."""
     _check_known(model, FLOWPREFILL_TTFT_S, "model")
     tasks = [
         Task(
@@ -234,9 +224,8 @@ def flowprefill(
 def flowprefill_single(
     model: str, rate: float, seed: int, requests: int = 500, arrivals: MakeArrivals = Poisson
 ) -> Workload:
-    """FlowPrefill's run with one objective (§6.5, Fig. 14): 500 ShareGPT prompts under 2,000
-    tokens, all with the TTFT of a model's text task. The paper prints no lengths: they are those of
-    SLOs-Serve's chatbot row, also from ShareGPT."""
+    """FlowPrefill §6.5, Fig. 14: 500 ShareGPT prompts under 2,000 tokens with the text task's TTFT.
+    No lengths are printed: SLOs-Serve's chatbot row."""
     _check_known(model, FLOWPREFILL_TTFT_S, "model")
     ttft_s = FLOWPREFILL_TTFT_S[model]["text"]
     prompt, output = SLOS_SERVE_PROMPTS["chatbot"].lengths, LengthDistribution.fixed(1)
@@ -253,11 +242,8 @@ def proserve(
     priorities: tuple[int, int] = (2, 1),
     arrivals: MakeArrivals = Poisson,
 ) -> Workload:
-    """ProServe §5.1: two priorities with equal chance (Fig. 18 varies their weights), one
-    objective.
-
-    The paper prints no lengths. Its ShareGPT is taken as SLOs-Serve's chatbot row, its BurstGPT,
-    QwenTrace and Azure as FairBatching's rows, which describe the same data sets."""
+    """ProServe §5.1: two priorities with equal chance, one objective. The paper prints no lengths:
+    ShareGPT is SLOs-Serve's chatbot row, BurstGPT, QwenTrace and Azure are FairBatching's rows."""
     _check_known(dataset, PROSERVE_DATASETS, "dataset")
     if dataset == "sharegpt":
         prompt = SLOS_SERVE_PROMPTS["chatbot"].lengths
@@ -284,12 +270,8 @@ def chat_and_code(
     requests: int, seed: int, rate: float | None = None, arrivals: MakeArrivals = Poisson
 ) -> Workload:
     """The mix of the simulated-annealing paper, §5.1: half chat (TTFT 10 s, TPOT 50 ms), half code
-    (end to end 30 s), all under 2,000 tokens. By default all come at once, as the paper maps a
-    fixed set.
-
-    The paper prints no lengths. Chat, from ShareGPT, has those of SLOs-Serve's chatbot row. Code is
-    ours: an output of 180 tokens on average, for which the coefficients of the paper's Table 2 give
-    the 3 s that it measured for one request, and short prompts."""
+    (end to end 30 s), all under 2,000 tokens and by default at once. It prints no lengths: chat has
+    SLOs-Serve's chatbot row; code has 180 output tokens on average, 3 s by its Table 2."""
     chat = Task(
         "chat",
         SLOS_SERVE_PROMPTS["chatbot"].lengths,

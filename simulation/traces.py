@@ -1,23 +1,17 @@
-"""Public traces of LLM services, read by path into workloads.
+"""Public traces of LLM services, by path, as workloads without objectives.
 
-The format is recognised by its columns. Further columns are ignored, times are counted from the
-first request that is kept, and a request without any prompt or output token is left out, as
-nothing can be run of it. No trace states objectives or priorities: assign them afterwards, see
-:func:`sluice.simulation.workload.with_objectives`.
+The format is recognised by its columns. Times count from the first kept request; requests without
+prompt or output tokens are left out.
 
 ==================  =====================================================================
-Azure 2023, 2024    CSV of ``TIMESTAMP,ContextTokens,GeneratedTokens`` (AzurePublicDataset,
-                    "LLM inference traces"). ISO times; those of 2024 name their offset.
+Azure 2023, 2024    CSV of ``TIMESTAMP,ContextTokens,GeneratedTokens``; ISO times.
 BurstGPT            CSV of ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log
-                    Type`` (releases 1 and 2; release 3 adds columns). Times in seconds. A failed
-                    call has 0 response tokens.
-Mooncake            JSON lines of ``timestamp,input_length,output_length,hash_ids`` (FAST 2025
-                    release). Times in milliseconds, blocks of 512 tokens.
+                    Type``; seconds. A failed call has 0 response tokens.
+Mooncake            JSON lines of ``timestamp,input_length,output_length,hash_ids``;
+                    milliseconds, blocks of 512 tokens.
 Qwen-Bailian        JSON lines of ``chat_id,parent_chat_id,timestamp,input_length,output_length,
-                    type,turn,hash_ids`` (release of 2025, files ``*_blksz_16``). Times in
-                    seconds, blocks of 16 tokens.
-==================  =====================================================================
-"""
+                    type,turn,hash_ids``; seconds, blocks of 16 tokens.
+==================  ====================================================================="""
 
 from __future__ import annotations
 
@@ -49,8 +43,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """One published format: its columns, and how its time column gives seconds (or raises
-    ``ValueError``). ``marks``: further columns that tell it from a format with the same ones."""
+    """A published format; ``marks`` tell it from one with the same columns."""
 
     name: str
     time: str
@@ -69,7 +62,6 @@ class _Format:
 
 
 def _number(value: Any) -> float:
-    """A finite number, from JSON or from text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
     number = float(value)
@@ -118,12 +110,8 @@ _FORMATS = (
 
 
 def load(path: str | Path, slo: SLO | None = None, limit: int = MAX_REQUESTS) -> Workload:
-    """The trace in the file ``path``, its first ``limit`` requests, read line by line.
-
-    Raises:
-        TraceError: the file cannot be opened, is empty, has other columns, a value that cannot be
-            read, a time before the one above it, hashes of blocks of another size, or no request
-            that can be run."""
+    """The trace in the file ``path``, its first ``limit`` requests, read line by line. Raises
+    :class:`TraceError`, which names what is wrong and where."""
     if limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     file = Path(path)
@@ -137,10 +125,7 @@ def load(path: str | Path, slo: SLO | None = None, limit: int = MAX_REQUESTS) ->
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """The traces of a folder by name.
-
-    Raises:
-        TraceError: there are none."""
+    """The traces of a folder by name; raises :class:`TraceError` if there are none."""
     found = sorted(each for each in folder.iterdir() if each.suffix in (".csv", ".jsonl"))
     if not found:
         raise TraceError(f"{folder}: has no .csv or .jsonl file")
@@ -255,7 +240,6 @@ def _cells(file: Path, number: int, text: str) -> list[str]:
 
 
 def _recognised(file: Path, record: Mapping[str, Any]) -> _Format:
-    """The format that has all its columns in ``record``."""
     for layout in _FORMATS:
         if not _missing(layout, record):
             return layout
@@ -318,6 +302,5 @@ class _Entry:
 
 
 def _shown(value: object) -> str:
-    """``value`` as it stands in an error, cut short."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

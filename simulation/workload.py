@@ -1,8 +1,5 @@
-"""What arrives, when and with which objective: the input of a simulated run.
-
-Transformations are pure and seeded, and each writes down what it did, so that a result can name the
-traffic it was measured under. Thinning takes requests out and so breaks bursts up, stretching keeps
-every burst and makes it slower."""
+"""What arrives, when and with which objective. Transformations are pure and seeded, and described
+in the result: thinning breaks bursts up, stretching keeps every burst and makes it slower."""
 
 from __future__ import annotations
 
@@ -23,11 +20,8 @@ AS_RECORDED = "as recorded"
 
 
 class Stage(NamedTuple):
-    """One prefill-and-decode pair of a request that has several (SLOs-Serve §2.1: multi-stage); its
-    objective counts from its start.
-
-    ``prompt_tokens`` enter before the stage, such as a tool's answer; 0 for a stage that continues
-    decoding, and for the first one."""
+    """One prefill-and-decode pair of several (SLOs-Serve §2.1); its objective counts from its
+    start. ``prompt_tokens`` enter before it; 0 if it continues decoding, and for the first one."""
 
     output_tokens: int
     slo: SLO
@@ -35,15 +29,9 @@ class Stage(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One request as it arrives, ``arrival_s`` seconds from the workload's start.
-
-    Attributes:
-        output_tokens: length of the output over all stages, >= 1. A policy never sees it.
-        task: task class, by which output lengths are predicted.
-        block_hashes: an identity for each block of the prompt's prefix, in order; empty: nothing is
-            shared.
-        stages: the stages in order; empty means one stage with ``slo``.
-        tenant: its tenant; weight: of the tenant's share, > 0."""
+    """One request, ``arrival_s`` seconds from the workload's start. Policies never see
+    ``output_tokens`` (of all stages); ``task`` predicts them; ``block_hashes`` identify the
+    prompt's blocks, empty: nothing is shared; empty ``stages``: one with ``slo``."""
 
     arrival_s: float
     prompt_tokens: int
@@ -59,8 +47,7 @@ class Arrival(NamedTuple):
     def of_stages(
         cls, arrival_s: float, prompt_tokens: int, stages: Sequence[Stage], task: str = ""
     ) -> Self:
-        """A request of several stages. The objective known at its arrival states those of all
-        stages, and what enters before each, but not how long any of them is."""
+        """A request of stages whose objectives, but not lengths, are known at arrival."""
         first = stages[0].slo
         stated = [
             sluice.scheduling.request.stages.Stage(
@@ -75,12 +62,8 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival; ``block_tokens`` per entry of ``block_hashes``. Every result
-    names ``scaling``, how the arrival rate was changed.
-
-    Raises:
-        ValueError: a time that is negative, not finite or before the one above it; a length below
-            1; stages that do not add up. The message names the request's index."""
+    """Requests in order of arrival, ``block_tokens`` per block hash. Raises :class:`ValueError`
+    with the index: unordered times, a length below 1, stages that do not add up."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -108,8 +91,8 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Mean requests per second between the first and the last arrival; 0 for fewer than two,
-        infinite where all come at once."""
+        """Mean requests per second from first to last arrival; 0 below two, infinite if all at
+        once."""
         if len(self) < 2:
             return 0.0
         between_s = self.duration_s - self.arrivals[0].arrival_s
@@ -165,11 +148,8 @@ def window(workload: Workload, start_s: float, seconds: float) -> Workload:
 def with_objectives(
     workload: Workload, assign: Callable[[Arrival], SLO], description: str
 ) -> Workload:
-    """Give each request the objective that ``assign`` makes for it; ``description`` is the rule in
-    words.
-
-    Raises:
-        ValueError: a request has stages, which state objectives of their own."""
+    """Give each request ``assign``'s objective, described by ``description``. Raises
+    :class:`ValueError`: a request has stages, which have their own."""
     if any(arrival.stages for arrival in workload.arrivals):
         raise ValueError(f"workload {workload.name} has stages with objectives of their own")
     changed = tuple(arrival._replace(slo=assign(arrival)) for arrival in workload.arrivals)
@@ -205,11 +185,8 @@ def with_priorities(workload: Workload, shares: Mapping[int, float], seed: int) 
 
 
 def merged(name: str, workloads: Sequence[Workload]) -> Workload:
-    """All requests of ``workloads``, by arrival; equal times keep the order of the arguments. Block
-    hashes are renumbered so that only requests of the same part share a prefix.
-
-    Raises:
-        ValueError: no workloads, or different block sizes."""
+    """All requests of ``workloads``, by arrival; only requests of the same part share a prefix.
+    Raises :class:`ValueError`: none, or different block sizes."""
     if len({workload.block_tokens for workload in workloads}) != 1:
         raise ValueError(f"workload {name}: the parts must have one block size")
     arrivals: list[Arrival] = []

@@ -69,11 +69,9 @@ class Noted(Wrapped):
 
 
 class Rejecting(Wrapped):
-    """Refuses a request, when it is first seen, whose prompt is above the prefill admission budget
-    within its TTFT (FairBatching §3.4), and plans the others as ``inner`` does.
-
-    A refused request, of which ``refused`` has the keys, runs first come, first served, only while
-    there is no accepted request, so that every request of a run ends."""
+    """Refuses new requests above the prefill admission budget within their TTFT (FairBatching
+    §3.4). Those in ``refused`` run FCFS while there is no accepted one, so that every request
+    ends."""
 
     def __init__(self, inner: BatchPolicy) -> None:
         super().__init__(inner)

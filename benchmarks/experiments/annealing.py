@@ -1,5 +1,4 @@
-"""Simulated-annealing priority mapping (002): G against FCFS and an exhaustive search, time to
-decide, and what the policy does inside an engine."""
+"""Simulated-annealing priority mapping (002): G, time to decide, and its effect in an engine."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ def make_jobs(
     error: float = 0.0,
     model: InteractionLatency = PAPER,
 ) -> Jobs:
-    """``requests`` in random order, for batches of up to ``most``, as a planner sees them: by its
-    ``model``, with a relative ``error`` (standard deviation) of output lengths."""
+    """``requests`` as a planner sees them, with a relative ``error`` (deviation) of output
+    lengths."""
     rng = np.random.default_rng((seed, requests))
     code = SLO(e2e_s=30.0 / tighten)
     chat = SLO(ttft_s=10.0 / tighten, tpot_s=0.05)
@@ -58,8 +57,7 @@ def make_jobs(
 
 
 def score(jobs: Jobs, batches: Batches) -> tuple[int, float]:
-    """Met requests and summed latency of ``batches`` of waiting requests, in plain Python. Running
-    requests are part of the first batch."""
+    """Met requests and summed latency of ``batches``; running requests are part of the first."""
     met, latency_s, wait_s = 0, jobs.waited_s, 0.0
     for index, batch in enumerate(batches):
         own = (jobs.joining or jobs.waiting) if index == 0 else jobs.waiting
@@ -114,9 +112,8 @@ def mapping(
     deviation: float = 0.0,
     instances: int = 1,
 ) -> Mapping[str, float]:
-    """The G of the mapping found for one set of requests, where the planner's output lengths have
-    an ``error`` and a ``coefficient`` of its model a relative ``deviation``; ``instances`` get the
-    same requests each and are planned one after the other."""
+    """The G found where output lengths have an ``error`` and a ``coefficient`` of the model a
+    relative ``deviation``; each of ``instances`` is planned on its own."""
     jobs = make_jobs(requests, batch, seed, objectives)
     prefill, decode = (
         phase._replace(**{coefficient: getattr(phase, coefficient) * (1.0 + deviation)})

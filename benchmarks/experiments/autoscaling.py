@@ -30,8 +30,8 @@ FIXED_LOAD = 0.75
 
 
 class Scaling(NamedTuple):
-    """How a pool is sized: by a policy's registered name and its options, or, without a name, as a
-    pool of a fixed size, for the ``peak`` load or for the mean."""
+    """How a pool is sized: by a policy, or without a name fixed, for the ``peak`` load or the
+    mean."""
 
     policy: str = ""
     options: Mapping[str, Any] = {}

@@ -1,5 +1,4 @@
-"""The default policy against every single-paper policy; and what the length of a run and ageing
-change."""
+"""The default policy against every single-paper policy; length of a run, and ageing."""
 
 from __future__ import annotations
 

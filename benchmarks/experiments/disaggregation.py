@@ -1,5 +1,5 @@
-"""Prefill/decode disaggregation: against co-located replicas, and in which ratio (SLOs-Serve Fig. 4
-and appendix A); and roles that follow the load, on a day whose mix changes."""
+"""Disaggregation against co-location, its ratios (SLOs-Serve Fig. 4, appendix A), changing
+roles."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ TIGHT = f"coder, {1e3 * TIGHT_TPOT_S:g} ms"
 """A workload of our own: the TPOT leaves little time for prefill beside a step's fixed time."""
 
 SPAN = Span(45.0, 100, 600)
-"""Several times as long as a request lasts: before that, the number of decodes still grows, and a
-short run favours policies that delay decodes."""
+"""Several times a request's life: a short run favours policies that delay decodes."""
 
 SETTING = (
     "SLOs-Serve's objectives, Poisson arrivals. Transfer: 2 ms to notify the decode replica, 1 ms "

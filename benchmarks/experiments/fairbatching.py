@@ -1,5 +1,5 @@
-"""FairBatching on one node: Table 3 (peak effective rate), 4 (latencies), 5 (objectives), and
-Fig. 7 (breakdown); and Fig. 8: balancing by prefill admission budget, on several replicas."""
+"""FairBatching: Tables 3 (peak rate), 4 (latencies), 5 (objectives), Fig. 7 and Fig. 8
+(replicas)."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
 
 
 def peaks(rows: Rows, policies: Sequence[str]) -> dict[Value, float]:
-    """The peak effective rate by seed: the largest ``rate * attainment`` over loads, of the policy
-    among ``policies`` with the highest mean peak."""
+    """By seed the largest ``rate * attainment`` over loads, of the policy with the highest mean
+    peak."""
     found: dict[Value, dict[Value, float]] = {}
     for (policy, seed), own in grouped(rows, "policy", "seed").items():
         rates = (float(row["rate"]) * float(row[FIGURE]) for row in own)

@@ -1,5 +1,5 @@
-"""FlowPrefill on instances that only prefill (Fig. 9 to 11, 13 to 15, 17) or also decode (Fig. 16),
-and the cost of bounds in such an engine (Fig. 12)."""
+"""FlowPrefill on prefill instances (Fig. 9 to 11, 13 to 15, 17), with decodes (16), and bounds
+(12)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ from sluice.simulation.workload import Arrival, Workload, with_objectives
 FIGURE = "attainment_mean"
 TTFT = "TTFT attainment"
 MODELS = {"8b": "llama3-8b", "70b": "llama3-70b", "30b-a3b": "llama3-8b"}
-"""By setup with its step times: the model, of whose tasks the objectives are. The paper states none
-for its model with experts."""
+"""The model whose objectives a setup has; the paper states none for its model with experts."""
 
 TBT_S = {"text": 0.1, "image": 0.1, "search": 0.2, "file": 0.2}
 """Objectives between two tokens, by task (§6.5)."""
@@ -123,8 +122,7 @@ def setup_of(name: str) -> Setup:
 
 
 def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> Mapping[str, float]:
-    """The lowest factor on the objectives at which 90 % attain; infinite if none up to 20
-    suffices."""
+    """The lowest factor on the objectives at which 90 % attain; infinite above 20."""
     rate = load * loads.full_load_rate(mix(1.0), setup)
 
     def attainment(strictness: float) -> float:

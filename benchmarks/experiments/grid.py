@@ -1,5 +1,4 @@
-"""The frame of every experiment: a grid of cells, measured for every seed in parallel processes,
-and the tables and charts of the rows that come of it."""
+"""The frame of experiments: cells, measured per seed in processes, and tables of their rows."""
 
 from __future__ import annotations
 
@@ -75,14 +74,12 @@ def first(values: Any, count: int = 1) -> Callable[[Plan], Any]:
 
 
 Axes: TypeAlias = Mapping[str, Planned[Sequence[Any] | Mapping[Any, Any]]]
-"""Values by axis. A mapping has the label of each value; of others it is their own ``label``, or
-they are labels themselves."""
+"""Values by axis; a mapping has their labels, others are or have a ``label``."""
 
 
 class Cell(NamedTuple):
-    """One point of an experiment's grid: its labels, equal for all seeds, and what returns the
-    figures of one seed: a partial call of a module-level function, since it is sent to another
-    process."""
+    """One point of a grid: its labels, and what returns the figures of a seed: a partial of a
+    module-level function, as it is sent to a process."""
 
     labels: Mapping[str, Value]
     measure: Callable[[int], Mapping[str, float]]
@@ -97,9 +94,8 @@ class Grid(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Every combination of the values of some axes, the last of which changes first. ``measure``
-    gets the seed, the value of each axis by the axis' name, and the ``fixed`` arguments, which are
-    no labels; ``labels``: further labels of all cells."""
+    """Every combination of the axes' values, the last changes first. ``measure`` gets the seed,
+    these and ``fixed``, which are no labels; ``labels`` are further ones."""
 
     measure: Callable[..., Mapping[str, float]]
     axes: Axes
@@ -126,9 +122,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A paper's figures or a question of ours: the grids of its cells, and the tables of their rows
-    after ``derive``. ``setting`` says what the grid does not show: readings of the paper, what
-    counts."""
+    """A paper's figures or a question of ours: grids of cells, and tables of their rows after
+    ``derive``. ``setting`` says what the grid does not show."""
 
     name: str
     source: str
@@ -153,8 +148,7 @@ class Experiment:
 
 
 def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
-    """A row for each cell and seed, in their order, as soon as it is measured, by ``jobs`` >= 1
-    processes."""
+    """A row for each cell and seed, in order, as soon as it is measured."""
     with in_processes(_row, jobs) as measure_all:
         yield from measure_all([(cell, seed) for cell in cells for seed in seeds])
 
@@ -198,8 +192,7 @@ class Pivot:
         return Table(self.title, (*self.down, *map(shown, columns)), lines, self.note)
 
     def chart(self, rows: Rows) -> Chart | None:
-        """The same over a numeric label ``across``: a line per value of the last label of ``down``;
-        ``None`` if that label has names."""
+        """The same over the numeric label ``across``, a line per value of the last of ``down``."""
         rows = having(self.derive(rows), self.where)
         if any(isinstance(row[self.across], str) for row in rows):
             return None
@@ -230,8 +223,7 @@ def pivots(
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A table with a line for all rows with equal labels ``down``, whose other columns ``heads``
-    have what ``cells`` makes of these rows."""
+    """A table with a line per values of ``down``; ``cells`` makes the columns ``heads``."""
 
     title: str
     down: Sequence[str]
@@ -251,8 +243,7 @@ class Lines:
 def means(
     title: str, down: Sequence[str], figures: Mapping[str, tuple[str, int]], note: str = ""
 ) -> Lines:
-    """A table with a column for each figure's mean over seeds; ``figures`` maps it to its heading
-    and its digits after the point."""
+    """A table of means over seeds; ``figures`` maps each to its heading and digits."""
 
     def cells(rows: Rows) -> list[str]:
         return [estimate(rows, name).shown(digits) for name, (_, digits) in figures.items()]
@@ -262,8 +253,7 @@ def means(
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
-    """The contender whose ``label`` is ``ours`` against the others, by ``figures`` that are shares
-    of 1, with their words."""
+    """The contender labelled ``ours`` against the others, by ``figures`` that are shares of 1."""
 
     label: str
     ours: str

@@ -1,5 +1,4 @@
-"""Workloads by load, and the grids of runs over them: at given loads, or at the greatest load that
-a system serves."""
+"""Workloads by load, and grids of runs at given loads or at the greatest load served."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ GENERATED: dict[str, Make] = {
     "flowprefill": _flowprefill,
     "chat and code": generated(settings.chat_and_code),
 }
-"""The papers' settings (:mod:`sluice.simulation.settings`), one without a TPOT objective
-and one in bursts of 8 s on average with 12 s of silence between them."""
+"""The papers' settings, one without a TPOT objective, and one in bursts of 8 s in 20."""
 
 
 @lru_cache(maxsize=8)
@@ -90,9 +88,8 @@ def _trace(path: Path) -> Workload:
 def _recorded(
     path: Path, scaling: str, setup: Setup, rate: float, requests: int, seed: int
 ) -> Workload:
-    """``requests`` of a trace, from a position drawn by ``seed``, at a rate: ``stretched``
-    multiplies the times, ``thinned`` drops requests at random, and stretches a whole trace that is
-    too slow."""
+    """``requests`` of a trace from a random position at a rate: ``stretched`` in time, or
+    ``thinned``, which stretches a trace that is too slow."""
     trace = _trace(path)
     share = min(1.0, rate / trace.rate) if scaling == "thinned" else 1.0
     wanted = min(len(trace), max(1, round(requests / share)))
@@ -115,8 +112,7 @@ def _recorded(
 def recorded(
     folder: Path | None, scalings: Sequence[str] = ("stretched", "thinned")
 ) -> dict[str, Make]:
-    """Every trace in ``folder``, by file and by how its rate is reached; raises
-    :class:`TraceError`."""
+    """Every trace in ``folder``, stretched and thinned; raises :class:`TraceError`."""
     if folder is None:
         return {}
     found: dict[str, Make] = {}
@@ -136,16 +132,14 @@ def workloads(
     make: Callable[[Any], Make] = GENERATED.__getitem__,
     traces: Callable[[Path | None], Mapping[str, Make]] = lambda folder: {},
 ) -> Callable[[Plan], Mapping[Any, Make]]:
-    """Workloads by the values of their labels, in quick scale the first, and those of a folder of
-    traces, as a part of a grid."""
+    """Workloads by label (in quick scale the first) and traces of a folder, as a part of a grid."""
     return lambda plan: (
         {name: make(name) for name in few(plan.of(names), plan)} | dict(traces(plan.traces))
     )
 
 
 def full_load_rate(make: Make, setup: Setup) -> float:
-    """The rate of load 1 of one engine: at which the work of the mean request fills its time in
-    steps as long as the tightest TPOT objective, or at which its decodes fill the KV."""
+    """Load 1 of one engine: its time or its KV is full at the tightest TPOT objective."""
     return full_rate(make(setup, 1.0, SAMPLE, 0), setup.truth, setup.engine)
 
 
@@ -206,9 +200,8 @@ def measure(
 
 
 class Search(NamedTuple):
-    """For the greatest rates, per replica, at which the ``shares`` of the requests attain by
-    ``figure``: ``rate_0.9``; the others are those of
-    :func:`~sluice.simulation.capacity.greatest_loads`."""
+    """The greatest rates per replica (``rate_0.9``) at which the ``shares`` attain by
+    ``figure``."""
 
     figure: str
     shares: Sequence[float] = (0.9,)
@@ -223,11 +216,9 @@ class Search(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A grid of workloads x setups x layouts x loads x systems, each of which is a label; of
-    workloads the label ``named``, or all these labels, and a :class:`Search` is none. In quick
-    scale it has the first setup and load, two layouts, and every system. A static policy without a
-    token budget gets the profiled one; the numbers of requests of ``span`` apply to each replica,
-    ``spans`` has those of single workloads."""
+    """A grid of workloads x setups x layouts x loads x systems. ``named``: labels of workloads.
+    Static policies without a token budget get the profiled one; ``span`` and ``spans`` (of single
+    workloads) count requests per replica."""
 
     workloads: Planned[Mapping[Any, Make]]
     kinds: Planned[Sequence[Kind]]
@@ -319,7 +310,6 @@ def budget_of(make: Make, setup: Setup) -> int:
 
 
 def profiled_budget(setup: Setup, tpot_s: float) -> int:
-    """Sarathi's static budget: the max tokens of a fresh prompt that a batch processes within the
-    TPOT objective; from 64 to 2,048, vLLM's own default."""
+    """Sarathi's budget: the most prompt tokens within the TPOT, 64 to 2,048 (vLLM's default)."""
     tokens = setup.truth.tokens_within(tpot_s - setup.truth.fixed_s, 0) if tpot_s < inf else 2_048
     return min(max(64, tokens), 2_048)

@@ -1,5 +1,4 @@
-"""Baselines of the papers that lost every comparison: experiments find them by name beside the
-project's own policies, in :data:`LOCAL` and :data:`ROUTERS`; engines and controllers do not."""
+"""Baselines of the papers that lost every comparison; only experiments find them by name."""
 
 from __future__ import annotations
 
@@ -53,18 +52,12 @@ class WeightedVTCOptions(PolicyOptions):
 
 
 class WeightedVTC(BatchPolicy):
-    """Running requests first, then waiting ones of the client with the least service per weight.
-    ``O(n log n)``.
+    """Running requests first, then those of the client with the least service per weight
+    (ProServe's baseline). ``O(n log n)``.
 
-    A client's counter is its service over its weight: the whole prompt when a request is admitted,
-    an output token when it is emitted. A client that returns to the queue is lifted to the minimum
-    counter of the waiting clients, or else to that of the client that left the queue last.
-
-    Our readings: a client is a priority, and the priority its weight (ProServe's baseline).
-    Counters follow the progress that the queue shows; only a request that has left since the last
-    call is counted by its last plan. Running requests include prefills that have begun. The prompt
-    of a preempted request is not counted again.
-    """
+    Our readings: a client is a priority, its weight the priority. Service counts the prompt at
+    admission (once, also after a preemption) and each output token; a client that returns is lifted
+    to the least counter of the waiting ones, or to that of the last client that left."""
 
     name = "weighted_vtc"
     source = "VTC (Sheng et al., OSDI 2024), Algorithm 2, weighted as in ProServe §5.1"
@@ -108,8 +101,8 @@ class WeightedVTC(BatchPolicy):
         self._remember(granted, queue, clients, counted, prompt_cost)
 
     def _count(self, queue: QueueView, clients: Ints, running: Mask) -> tuple[Mask, Mask]:
-        """Add the service since the last call to the counters. Return which rows were in that call,
-        and whose prompts are counted."""
+        """Add the service since the last call; which rows were in it, and whose prompts are
+        counted."""
         table = queue.table
         known = np.zeros(len(table), np.bool_)
         counted = known.copy()
@@ -134,8 +127,7 @@ class WeightedVTC(BatchPolicy):
         self._counters += np.bincount(clients, service, minlength=len(self._counters))
 
     def _lift(self, clients: Ints, known: Mask) -> None:
-        """Lift clients whose first waiting request is new. ``clients`` has the client of each
-        waiting request, by arrival; ``known`` whether the request was in the last call."""
+        """Lift clients whose first waiting request is new (not ``known``)."""
         backlogged = set(clients[known].tolist())
         for client in dict.fromkeys(clients[~known].tolist()):
             if client in backlogged:
@@ -148,8 +140,7 @@ class WeightedVTC(BatchPolicy):
             backlogged.add(client)
 
     def _tags(self, clients: Ints, prompt_cost: Floats) -> Floats:
-        """Per waiting request, its client's counter when its turn comes. The client with the least
-        counter is next, so the requests are admitted in the order of their tags."""
+        """Per waiting request, its client's counter when its turn comes: the order of admission."""
         tags = np.empty(len(clients))
         for client in np.unique(clients):
             mine = clients == client
@@ -161,7 +152,6 @@ class WeightedVTC(BatchPolicy):
     def _remember(
         self, granted: Ints, queue: QueueView, clients: Ints, counted: Mask, cost: Floats
     ) -> None:
-        """Keep the state from which the next call computes the service."""
         table = queue.table
         rows = np.flatnonzero(granted)
         emits = granted[rows] >= table[rows, PENDING]
@@ -176,8 +166,8 @@ class WeightedVTC(BatchPolicy):
 
 
 class SarathiPriority(Sarathi):
-    """Every decode first, then prefill chunks; in both, the higher priority first, then the earlier
-    arrival. ``O(n log n)``. Strict, as in the paper: low priorities can starve."""
+    """Decodes, then prefill chunks, by priority, then arrival; low ones can starve. ``O(n log
+    n)``."""
 
     name = "sarathi_priority"
     source = "ProServe §5.1, baseline Sarathi-Priority"
@@ -205,11 +195,8 @@ class SJFOptions(PolicyOptions):
 
 
 class SJF(BatchPolicy):
-    """Requests by predicted remaining work, up to a token budget. ``O(n log n)``.
-
-    Work is the marginal time of the pending tokens and of the predicted decode steps after them, if
-    a length is predicted: the sum of the two rankings that ProServe §6 names.
-    """
+    """Requests by predicted remaining work, prefill and decode (the sum of the two rankings of
+    ProServe §6), up to a token budget. ``O(n log n)``."""
 
     name = "sjf"
     source = "shortest job first, as in ProServe §3.2"
@@ -231,8 +218,7 @@ class SJF(BatchPolicy):
 
 
 def later_work_s(table: Floats, pieces: Floats) -> Floats:
-    """Per row, the marginal time of the output after its next token; 0 where no length is
-    predicted. ``O(n)`` per piece of the model."""
+    """Per row, the marginal time of the output after its next token; 0 without a prediction."""
     tokens = np.nan_to_num(np.maximum(table[:, EXPECTED] - table[:, EMITTED] - 1, 0.0))
     # The steps' contexts grow by one each, so the mean one stands for all.
     context = table[:, COMPUTED] + table[:, PENDING] + (tokens - 1) / 2
@@ -252,8 +238,7 @@ class DEDFOptions(SEDFOptions):
 
 
 class DEDF(SEDF):
-    """As :class:`~sluice.scheduling.batching.s_edf.SEDF`, but only a deadline that has passed ranks
-    last: the numerator of Eq. 3 is ``sgn(deadline - now)``. ``O(n log n)``."""
+    """As ``SEDF``, but only passed deadlines rank last: Eq. 3 with ``sgn(deadline - now)``."""
 
     name = "d_edf"
     source = "FlowPrefill §6.3, D-EDF and naive EDF"
@@ -272,7 +257,7 @@ class DEDF(SEDF):
 
 
 class VLLM(RoutingPolicy):
-    """Takes the replica with the least ``4 * waiting + running``; requests on their way count as
+    """Takes the replica with the least ``4 * waiting + running``; those on their way are
     waiting."""
 
     name = "vllm"

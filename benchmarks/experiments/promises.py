@@ -1,5 +1,5 @@
-"""Promises: shares of tenants under overload, retries at Retry-After, and margins against none and
-an oracle under a wrong latency model."""
+"""Promises: tenants' shares under overload, retries at Retry-After, and margins with wrong
+models."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ BURST_S, SILENCE_S = 3.0, 7.0
 
 
 class Tenant(NamedTuple):
-    """The weight of a tenant's share, its demand over its share by weight (scaled so that the sum
-    of all is the load), and whether its requests arrive in bursts."""
+    """The weight of a tenant's share, its demand over that, and whether it arrives in bursts."""
 
     weight: float
     demand: float
@@ -116,9 +115,9 @@ def _in_bursts(time_s: float) -> float:
 def measure_shares(
     seed: int, tenants: str, shares: str, replicas: int, seconds: float
 ) -> Mapping[str, float]:
-    """One run: promised tokens of each tenant against weighted max-min. ``error``: distance of a
-    tenant from its share, over all promised tokens, mean over windows and tenants; ``worst``: the
-    largest; ``below``: lowest promised part of the demand of a tenant within its share."""
+    """Promised tokens of tenants against weighted max-min. ``error``: mean distance over all
+    promised tokens; ``worst``: the largest; ``below``: lowest promised part of a demand within its
+    share."""
     group, layout = GROUPS[tenants], systems.colocated(replicas)
     load = tenants_workload(
         group, OVERLOAD * Conditions(SHARE_MAKE, SETUP, layout).full_rate, seconds, seed
@@ -244,9 +243,8 @@ def measure_retries(
 
 
 def retry_counts(requests: Requests, lasts_s: float) -> dict[str, float]:
-    """Of the retries after the warm-up and before ``lasts_s``: ``returns``, how many were promised
-    (``held``), and the P95 of their ``Retry-After``, seconds. ``promised``: share of all requests
-    in the end. ``goodput``: requests a second whose last attempt was promised and in time."""
+    """Of the retries after the warm-up: ``returns``, ``held`` ones, P95 of ``Retry-After`` in
+    seconds; ``promised``: share of all requests in the end; ``goodput`` per second."""
     begin_s = min(RETRY_WARM_UP_S, lasts_s / 3)
     returns = [each for each in requests.returns if begin_s < each.at_s <= lasts_s]
     came_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
@@ -326,14 +324,12 @@ MIN_PROMISES = 200
 """A cell with fewer promises, over all seeds, is not judged by the share that is kept."""
 
 KEPT_BELOW, GOODPUT_BELOW, OF_ORACLE = 0.01, 0.03, 0.9
-"""Tolerances: of the share kept below its level, and of a cell's goodput below the one without
-margins; and the required share of the oracle's goodput."""
+"""Tolerances of the share kept and of goodput without margins; required share of the oracle's."""
 
 
 class Wrong(NamedTuple):
-    """How real step times differ from what planners believe: factors on the fixed cost of a step
-    and on the cost of its tokens, standard deviation of the logarithm of a step's time, and a
-    factor on all steps of one replica in the middle third of the arrivals."""
+    """How real step times differ from the belief: factors on fixed cost and tokens, log deviation,
+    and a factor on one replica in the middle third."""
 
     fixed: float = 1.0
     tokens: float = 1.0
@@ -362,8 +358,8 @@ def measure(
     system: float | None,
     span: Span,
 ) -> Mapping[str, float]:
-    """The counts of one run with admission, where ``system`` is the level of the margins; without a
-    wrong model, of an oracle that knows the future, see :data:`EXPERIMENT`."""
+    """The counts of one run; ``system`` is the level of the margins, without a wrong model an
+    oracle."""
     own = SETUPS[setup]
     rate = load * full_load_rate(workload, own)
     made = workload(own, rate * REPLICAS, span.requests(rate) * REPLICAS, seed)
@@ -383,9 +379,8 @@ def measure(
 
 
 def counts(result: Result) -> dict[str, float]:
-    """Counts of requests: ``kept``: promised and within every objective; ``attained``: the same,
-    promised or not. ``late_p95``: P95 of the lateness of late promised first tokens, over the
-    objective."""
+    """Counts of requests: ``kept``: promised and attained; ``attained``: promised or not;
+    ``late_p95``: lateness of late promised first tokens over the objective."""
     requests = result.requests
     measured = stages(requests)
     promised = ~np.isnan(requests.promised_s)

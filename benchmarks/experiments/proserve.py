@@ -218,9 +218,8 @@ PARTS = 10
 
 
 def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str, float]:
-    """By figure and part of the arrivals' time: urgent and normal requests by SlideBatching's
-    partition, those past the deadline of their next token, and the TDG per second over the greatest
-    possible."""
+    """By part of the time: urgent and normal requests (SlideBatching), those past their next
+    deadline, and TDG per second over the greatest possible."""
     make, setup = generated(proserve, "azure"), SETUPS["8b"]
     rate = load * loads.full_load_rate(make, setup)
     workload = make(setup, rate, span.requests(rate), seed)

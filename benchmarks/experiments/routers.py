@@ -1,5 +1,4 @@
-"""Every router with several local policies, on 4 to 32 replicas, co-located and disaggregated; in
-clusters with late reports, fast or slow replicas; and with admission."""
+"""Every router with several policies on 4 to 32 replicas, also late, unequal or with admission."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from sluice.simulation.workload import Workload, window
 
 TRUTH = Truth(LinearLatency(a=0.008, b=0.000_04, c=0.000_000_1, d=0.000_000_001), noise=0.03)
 LOADS = {"7/s": (7.0, 1, 1), "10/s": (10.0, 1, 1), "4 x 7/s": (28.0, 4, 1)}
-"""Requests per second, engines behind a router, and its controllers. Some tens of requests are
-alive, or about a hundred."""
+"""Requests per second, engines behind a router, controllers; up to about a hundred are alive."""
 
 LARGE = {"128 x 2/s": (256.0, 128, 1)}
 
@@ -29,8 +28,7 @@ LARGE = {"128 x 2/s": (256.0, 128, 1)}
 def speed(
     seed: int, policy: str, load: tuple[float, int, int], requests: int
 ) -> Mapping[str, float]:
-    """The speed of a run from the workload to the last token, by the processor time of its one
-    thread. Live requests are counted by Little's law."""
+    """The speed of a run by its thread's processor time; live requests by Little's law."""
     rate, replicas, cells = load
 
     def run(workload: Workload) -> Result:

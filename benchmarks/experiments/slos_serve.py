@@ -1,5 +1,4 @@
-"""SLOs-Serve: Fig. 9 (capacity), 10 to 12 (under load), 13 (scaling with replicas), 14 (ablation);
-bursts whose requests are decided together; and how many drafted tokens to check (§3.2.3)."""
+"""SLOs-Serve: Fig. 9 to 14 (capacity, load, scaling, ablation), bursts, and drafts (§3.2.3)."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ STRICT = DEFAULT._replace(options={"anchor": "last_token"})
 
 
 def drafting(setup: systems.Setup, alpha: float, length: int, draft_s: float) -> systems.Setup:
-    """The setup with up to ``length`` drafted tokens per decode, right with probability
-    ``alpha``."""
+    """The setup with up to ``length`` drafts per decode, right with probability ``alpha``."""
     speculation = Speculation(alpha=alpha, length=length, draft_s=draft_s)
     return setup._replace(engine=setup.engine.model_copy(update={"speculation": speculation}))
 
@@ -372,8 +370,8 @@ JUDGED = {"slos_serve": "attainment_window", "deadline_triage": "attainment_mean
 def drafts_at_capacity(
     seed: int, setup: str, policy: str, drafts: str, acceptance: float, span: Span
 ) -> Mapping[str, float]:
-    """The highest rate of chat at which 90 % of the requests attain, and the drafted tokens checked
-    and accepted at that rate, per output token."""
+    """The highest rate of chat at which 90 % attain, and drafts checked and accepted per output
+    token."""
     make, own = SCENARIO("chatbot"), SETUPS[setup]
     if drafts in DRAFTS:
         own = drafting(own, acceptance, DRAFTS[drafts], 0.0)

@@ -1,6 +1,5 @@
-"""What experiments run, and the figures of a run: one simulated engine, several behind a router, or
-one that suspends prefills. The latency constants are of the order of public figures for the class
-of hardware; none was measured."""
+"""What experiments run, and the figures of a run. The latency constants have the order of public
+figures; none was measured."""
 
 from __future__ import annotations
 
@@ -51,9 +50,8 @@ from sluice.simulation.wrapped import Note, Noted, Rejecting
 
 
 class Setup(NamedTuple):
-    """An engine: real step times without noise and those that planners start from, limits, the
-    standard deviation of the logarithm of a step's time, and whether planners know the real step
-    times."""
+    """An engine: real step times and those that planners start from, limits, noise (log deviation),
+    and whether planners know the real ones."""
 
     name: str
     truth: LatencyModel
@@ -81,21 +79,17 @@ SETUPS: dict[str, Setup] = {
         Setup("30b-a3b", _EXPERTS, _EXPERTS, EngineConfig(kv_blocks=32_768)),
     )
 }
-"""An 8B model on one GPU of 2 TB/s (``8b-fast``: 3.3 TB/s), and a 70B model over 4 of the former,
-with a large fixed part. KV blocks have 16 tokens; ``short``: KV for few sequences. The planner of
-``8b`` lacks the quadratic term; that of ``70b`` has a fixed part 11 % too large, and a token time
-8 % too small. ``30b-a3b``: 30B weights in experts, 3.3B of them for a token, over 2 GPUs of 2 TB/s;
-a step reads all of them, and experts use half of the arithmetic that dense layers use."""
+"""8B on one GPU of 2 TB/s (``8b-fast``: 3.3 TB/s), 70B over 4 of them, ``30b-a3b``: 30B with 3.3B
+active over 2. KV blocks have 16 tokens; ``short``: little KV. The planner of ``8b`` lacks the
+quadratic term; that of ``70b`` errs by +11 % in the fixed part and -8 % in a token's time."""
 
 OPERATORS = {"8b": LLAMA3_8B, "70b": LLAMA3_70B, "30b-a3b": QWEN3_30B_A3B}
 """By setup, the operators of a model of this size."""
 
 
 class Contender(NamedTuple):
-    """A batch policy with its options. ``rejecting``: requests that exceed the prefill admission
-    budget are refused at arrival (FairBatching-PAB on one node); ``batch_tokens``: in place of the
-    setup's limit; ``all_drafts``: every drafted token is checked, else the policy chooses how
-    many."""
+    """A batch policy with its options. ``rejecting``: requests above the prefill admission budget
+    are refused at arrival (FairBatching-PAB); ``all_drafts``: every drafted token is checked."""
 
     label: str
     policy: str
@@ -136,8 +130,8 @@ def of_roles(name: str, mixed: int = 0, prefillers: int = 0, decoders: int = 0) 
 
 
 def disaggregated(replicas: int) -> Layout:
-    """``replicas``, a quarter of which only decode: with these workloads the prefill side is then
-    the busier one, as in the papers' runs."""
+    """``replicas``, a quarter of which only decode: the prefill side is then busier, as in the
+    papers."""
     decoders = max(1, replicas // 4)
     return of_roles("disaggregated", prefillers=replicas - decoders, decoders=decoders)
 
@@ -186,15 +180,14 @@ def node_of(setup: Setup) -> Node:
 
 
 def lengths_of(workload: Workload, oracle: bool, seed: int) -> OracleLengths | TaskLengths:
-    """How policies know output lengths: as an ``oracle``, or learnt per task class from finished
-    requests."""
+    """How policies know output lengths: an ``oracle``, or learnt per task class."""
     lengths = (arrival.output_tokens for arrival in workload.arrivals)
     return OracleLengths(lengths, 0.0, seed) if oracle else TaskLengths()
 
 
 def local_policy(contender: Contender, workload: Workload, role: Role = "mixed") -> BatchPolicy:
-    """A new policy of ``contender`` for a replica of this role. Unless its options say otherwise it
-    weighs first tokens as the TDG of ``workload`` does (ProServe §5.1)."""
+    """A new policy for a replica of this role, by default with ``workload``'s weights (ProServe
+    §5.1)."""
     options = dict(contender.options)
     if "first_weight" in LOCAL[contender.policy].Options.model_fields:
         weights = workload_weights(workload)
@@ -210,8 +203,7 @@ def run(
     oracle: bool = False,
     note: Note | None = None,
 ) -> Run:
-    """One run of an engine; ``seed`` is that of the noise, for ``oracle`` see
-    :func:`lengths_of`, for ``note`` :class:`Noted`."""
+    """One run of an engine; ``seed`` is that of the noise."""
     policy = local_policy(contender, workload)
     if contender.all_drafts:
         policy.speculation = AllDrafts()
@@ -241,8 +233,7 @@ def run_cluster(
     autoscaling: Autoscaling | None = None,
     roles: RoleShares | None = None,
 ) -> Run:
-    """One run behind a router, with ``setup`` for the replicas that ``layout`` does not name;
-    ``seed`` is that of the noise, of lost reports and of randomized routers."""
+    """One run behind a router; ``seed`` is of noise, lost reports and randomized routers."""
     local, name = system.local, system.admission
     options = system.admission_options
     # Workloads name no service class: all requests are of the usual one.
@@ -272,8 +263,7 @@ def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int
 
 
 def figures(run: Run) -> dict[str, float]:
-    """The figures of a run, in which a refused request attains and gains nothing; latencies are of
-    the accepted requests, TPOT by its running maximum, the TDG by the envelope."""
+    """The figures of a run: refused requests gain nothing; TPOT by its running maximum."""
     result, requests = run.result, run.result.requests
     measured = stages(requests)
     first = requests.first_stage[:-1]
@@ -308,8 +298,7 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def _phases(requests: Requests, measured: Stages) -> dict[str, float]:
-    """Shares of first tokens in time (``ttft_met``), and of later tokens within the TPOT objective
-    after the one before (``tbt_met``; nan without any)."""
+    """Shares of first tokens in time, and of later ones within the TPOT of the one before."""
     later = np.ones(len(requests.emitted_s), np.bool_)
     later[requests.offsets[:-1]] = False
     gaps_s = np.diff(requests.emitted_s, prepend=nan)[later]
@@ -325,9 +314,8 @@ def _percentile(values: Floats, percent: float) -> float:
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
-    """:func:`figures`, and those of the cluster. ``promised``, ``best_effort``: shares of all
-    requests; ``kept``, ``best_effort_met``: of these, the shares that attained; ``ttft_over_p50``:
-    TTFT over that predicted at admission; ``goodput``: requests in time per second of a replica."""
+    """:func:`figures` and the cluster's. ``promised``, ``best_effort``: shares of all; ``kept``,
+    ``best_effort_met``: of these, attained; ``goodput``: per second of a replica."""
     requests = done.result.requests
     measured = stages(requests)
     first = deadline_gain(requests, measured, GainWeights(first=1.0, later=0.0))
@@ -352,9 +340,8 @@ def cluster_figures(done: Run) -> dict[str, float]:
 
 
 def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
-    """Most requests of a tier in the system at a time; and of the standard tier, all that is not
-    best effort, the 99th percentiles of TTFT and TPOT (by its worst 10 tokens) over the
-    objectives."""
+    """Most requests of a tier at a time; and P99 of TTFT and TPOT (worst 10 tokens) over the
+    objectives of all that is not best effort."""
     requests = done.result.requests
     arrived_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     last = requests.offsets[requests.first_stage[1:]] - 1
@@ -380,8 +367,8 @@ def _most_at_once(begun_s: Floats, ended_s: Floats) -> float:
 
 
 def prefill_figures(served: PrefillRun, believed: LatencyModel) -> dict[str, float]:
-    """Attainment, throughput, and the cost of suspensions. ``near_10``, ``near_50``: share of the
-    requests whose TTFT is within 10 or 50 % of what is ``believed`` of their prompts alone."""
+    """Figures of suspensions. ``near_10``: share with a TTFT within 10 % of what is
+    ``believed``."""
     requests, counts = served.requests, served.counts
     measured = stages(requests)
     met = attained(requests, measured, TPOTMetric.MEAN)

@@ -1,9 +1,7 @@
 """The client of the live benchmarks: an open loop over HTTP, which checks every answer.
 
-A simulated engine's text is a function of the prompt and the position
-(:mod:`sluice.replica.openai_format`), so a token that is missing, duplicated or of another answer
-is detected, also in resumed streams. Of a real engine the frame is checked: ids, finish reasons,
-usage and end mark."""
+A simulated engine's text follows from prompt and position, so missing, duplicated and foreign
+tokens are detected; of a real engine only ids, finish reasons, usage and end mark are checked."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ class StatedError(Exception):
 
 
 class Expected(NamedTuple):
-    """The expected answer: the text of each choice and the prompt's tokens, ``None`` where they are
-    not known; the number of choices; all output tokens; and whether it has usage."""
+    """The expected answer: texts and prompt tokens (``None``: unknown), choices, output tokens,
+    usage."""
 
     texts: tuple[str, ...] | None
     choices: int
@@ -88,8 +86,7 @@ class AnswerCheck:
         """Events with text of the first choice."""
 
     def feed(self, data: bytes) -> None:
-        """Check the next bytes of a stream; raises :class:`WrongAnswerError`, and
-        :class:`StatedError` where the stream has ended in an error."""
+        """Check bytes of a stream; raises :class:`WrongAnswerError` or :class:`StatedError`."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             self._take(event)
@@ -206,17 +203,14 @@ class End(enum.StrEnum):
     CUT = "cut"  # the connection ended in the middle of an answer, which its client sees
     LEFT = "left"  # the client disconnected, as planned
     SILENT = "silent"
-    """Anything else is lost: an answer that never ended, or that ended without an error but with
-    missing, duplicated or wrong tokens."""
+    """Anything else is lost: no end, or tokens missing, duplicated or wrong without an error."""
 
 
 @dataclass(slots=True)
 class Outcome:
     """One request, as its client saw it. ``sent_s`` and ``ended_s`` count from the replay's start,
-    other durations from when it was sent. ``reason``: the error's code or the failure. The TTFT of
-    an answer that is not streamed is its end minus the time that its objective allows for the later
-    tokens; ``worst_tpot_s``: the running maximum; ``gap_s``: longest time between two pieces of its
-    stream."""
+    other durations from when it was sent. The TTFT of an answer that is not streamed is its end
+    minus the time that its objective allows for the later tokens."""
 
     slo: SLO
     prompt_tokens: int
@@ -235,8 +229,7 @@ class Outcome:
 
     @property
     def met(self) -> tuple[bool, ...]:
-        """Whether it met its TTFT, its TPOT and its end-to-end time; one that it does not state is
-        met by an answer. Without an answer none is met."""
+        """Whether it met TTFT, TPOT and end-to-end time; without an answer none is met."""
         if self.end is not End.ANSWERED or self.ttft_s is None or self.tpot_s is None:
             return False, False, False
         ended_s = inf if self.ended_s is None else self.ended_s
@@ -278,10 +271,9 @@ async def replay(
     leaves_after: Callable[[int], int | None] = lambda _: None,
     exact: bool = True,
 ) -> list[Outcome]:
-    """Send ``workload`` to the completions endpoint at ``url`` (chats to the one beside it); the
-    outcomes in order of arrival, when every request has ended or ``grace_s`` after the last
-    arrival. The client of an arrival's number disconnects after ``leaves_after`` pieces of text;
-    ``exact``: the engines are simulated ones, whose text is known."""
+    """Send ``workload`` to the completions endpoint at ``url``; the outcomes in order of arrival,
+    at most ``grace_s`` after the last one. The client of arrival n disconnects after
+    ``leaves_after[n]`` pieces; ``exact``: the engines' text is known."""
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
@@ -347,7 +339,6 @@ class _Request:
     _leaves_after: int | None
 
     async def run(self, body: Json, exact: bool) -> None:
-        """Send it, read the answer to its end, and record the outcome."""
         begun_s = time.monotonic()
         await self._send(body, exact)
         self._outcome.ended_s = self._outcome.sent_s + time.monotonic() - begun_s

@@ -51,9 +51,7 @@ def run(
     roots: Mapping[int, str] | None = None,
     **options: Any,
 ) -> Run:
-    """One run of a workload whose arrivals last ``seconds``, with the usage of the processes of
-    ``roots``, by default this one and all below it; the options are those of
-    :func:`sluice.benchmarks.live.client.replay`."""
+    """One run of ``seconds`` of arrivals, with the usage of the processes of ``roots``."""
     gc.collect()
     meter = Meter(roots)
 

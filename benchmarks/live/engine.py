@@ -1,6 +1,5 @@
-"""An engine that computes nothing, as a server with vLLM's interface: the backend of gateways in
-``sluice bench gateway``. Each token is an event, sent in an iteration of the event loop of its own,
-or a fixed time after the last one."""
+"""An engine that computes nothing, with vLLM's interface, for ``sluice bench gateway``. Each token
+is an event in its own iteration of the loop, or a fixed time after the last."""
 
 from __future__ import annotations
 

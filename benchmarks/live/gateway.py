@@ -1,7 +1,6 @@
 """The cost of a gateway in front of engines: Sluice, other routers, and no gateway.
 
-All systems run at the same time on this machine, and take turns in each round: read the processor
-time of a request, and the ratios of one run."""
+All share this machine in turns: read processor times, and ratios within one run."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ _SHOWN = 300
 
 
 class Load(NamedTuple):
-    """The TTFT of each request, the time from the first request's start to the last one's end, and
-    the client's own processor time, all in seconds."""
+    """The TTFT of each request, the whole time and the client's processor time, in seconds."""
 
     ttfts_s: list[float]
     elapsed_s: float
@@ -68,9 +66,8 @@ class Load(NamedTuple):
 async def load(
     urls: Sequence[str], at_once: int, tokens: int, seconds: float, stopped: Callable[[], bool]
 ) -> Load:
-    """Keep ``at_once`` streams of ``tokens`` tokens running; no request is sent after ``seconds``,
-    or once ``stopped`` returns true. Connections take the servers' root ``urls`` in turn. Raises
-    :class:`LoadError`."""
+    """Keep ``at_once`` streams running over ``urls`` in turn; none starts after ``seconds`` or once
+    ``stopped``. Raises :class:`LoadError`."""
     connections = [_Connection(urls[number % len(urls)], tokens) for number in range(at_once)]
     for connection in connections:
         await connection.connect()
@@ -117,7 +114,6 @@ class _Connection(asyncio.Protocol):
         self._answered: asyncio.Future[None] | None = None
 
     async def connect(self) -> None:
-        """Connect to the server."""
         loop = asyncio.get_running_loop()
         try:
             await loop.create_connection(lambda: self, *self._address)
@@ -125,8 +121,7 @@ class _Connection(asyncio.Protocol):
             raise LoadError(f"{self._url}: {error}") from None
 
     async def ask(self) -> float:
-        """Send the request and read its answer; seconds to its first token. Raises
-        :class:`LoadError`."""
+        """Ask; seconds to the first token. Raises :class:`LoadError`."""
         if self._transport is None:  # the server closes after each answer
             await self.connect()
         assert self._transport is not None
@@ -153,24 +148,20 @@ class _Connection(asyncio.Protocol):
         return self._ttft_s
 
     def close(self) -> None:
-        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the connection."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of an answer."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(f"no HTTP: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the running request, if there is one."""
         self._transport = None
         self._fail(f"connection lost: {exc or 'closed by the server'}")
 
@@ -179,13 +170,11 @@ class _Connection(asyncio.Protocol):
             self._answered.set_exception(LoadError(f"{self._url}: {why}"))
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body, and look for the first token."""
         self._body += body
         if self._ttft_s is None and _FIRST_TOKEN.search(self._body):
             self._ttft_s = time.perf_counter() - self._sent_s
 
     def on_message_complete(self) -> None:
-        """The answer has ended."""
         if not self._parser.should_keep_alive():
             self.close()
             self._transport = None
@@ -320,8 +309,8 @@ def figures(load: Load, cpu_s: Mapping[str, float]) -> Json:
 
 
 def summary(runs: Sequence[Json]) -> list[Json]:
-    """Each cell and system over all rounds: times and rates are medians over rounds, ratios are
-    computed within a round, which a busy moment of the machine hits as a whole."""
+    """Each cell and system: medians over rounds; ratios within a round, as a busy moment hits it
+    whole."""
     rows = []
     for (at_once, tokens), cell in grouped(runs, "at_once", "tokens").items():
         systems = {name: own for (name,), own in grouped(cell, "system").items()}
@@ -357,8 +346,7 @@ def _cpu_ms(runs: Sequence[Json], requests: int) -> dict[str, float]:
 
 
 def further_tokens(rows: Sequence[Json]) -> list[Json]:
-    """Processor time of a further token of a stream, microseconds: from the difference between the
-    longest and the shortest streams of :func:`summary`, if they differ."""
+    """Processor time of a further token, microseconds: longest against shortest streams."""
     costs = []
     for (at_once, system), own in grouped(rows, "at_once", "system").items():
         short, long = (pick(own, key=lambda row: row["tokens"]) for pick in (min, max))

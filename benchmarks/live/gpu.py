@@ -1,5 +1,4 @@
-"""One command for one GPU: ``sluice bench gpu``. Each of :data:`PARTS` runs in a process of its own
-with a time limit; one that fails is reported with its reason."""
+"""One command for one GPU: ``sluice bench gpu``, each of :data:`PARTS` in a process."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _DEVICE = "cpu: to try the command, a tiny model on vLLM's CPU build. Its figure
 
 
 class Part(NamedTuple):
-    """What a part measures, its time limit, seconds, the command that measures it and prints JSON,
-    and the rows of its table from that JSON."""
+    """What a part measures, its limit (seconds), its command that prints JSON, and its rows."""
 
     words: str
     limit_s: float
@@ -160,7 +158,6 @@ def _device(wanted: str) -> dict[str, str]:
 
 
 def _measured(bench: Bench, name: str, given: Given) -> Json:
-    """How long a part took, and its rows, or why it ``failed``."""
     part, place, began_s = PARTS[name], Path(given.folder), time.monotonic()
     bench.say(f"{name}: {part.words}, at most {part.limit_s:g} s")
     log, answer = place / f"{name}.log", place / f"{name}.json"

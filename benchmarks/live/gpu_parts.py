@@ -54,8 +54,7 @@ def engine_of(given: Given, args: Json) -> Json:
 
 
 def start(given: Given) -> list[Json]:
-    """Seconds from the start of a server with one engine to its first answer. At the second start
-    vLLM finds the code that it compiled at the first one."""
+    """Seconds from a server's start to its first answer; the second start finds compiled code."""
     setting, rows = Setting(given.model, given.args, 1, given.gpus, {}), list[Json]()
     with campaign() as bench:
         for name in ("stock", "sluice") * 2:
@@ -66,9 +65,8 @@ def start(given: Given) -> list[Json]:
 
 
 async def preemption(given: Given) -> Json:
-    """How long a running prefill of :data:`LONG` tokens takes to stop before its next operator
-    (``blocking``) for one of :data:`SHORT` that arrives at a random moment, and the TTFT of both;
-    median and 99th percentile, milliseconds."""
+    """How long a running prefill takes to stop (``blocking``) for a short one that arrives at
+    random, and the TTFT of both; median and P99, milliseconds."""
     from sluice.replica.deployment import make_engines
 
     args = {**given.args, "max-num-batched-tokens": LONG}

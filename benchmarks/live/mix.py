@@ -1,5 +1,4 @@
-"""Mixed loads for real engines: kinds of requests, their arrivals, their prompts, of words that are
-one token each of the local model and of most others, and their objectives."""
+"""Mixed loads for real engines; prompts are of words that are one token in most models."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from sluice.simulation.workload import Arrival, Workload, stretched, thinned, wi
 
 
 class Kind(NamedTuple):
-    """Requests of one service class: their share of the generated requests, the ranges of their
-    uniform lengths, and the number of common prompts with one of which each begins."""
+    """Requests of one service class: share, ranges of lengths, and number of common prompts."""
 
     share: float
     prompt_tokens: tuple[int, int]
@@ -40,8 +38,7 @@ KINDS: Final = {
 }
 
 IDLE_TIMES: Final = {"chat": (5.0, 5.0), "code": (5.0, 10.0), "document": (10.0, 10.0)}
-"""The objectives of each kind, as multiples of the TTFT of its longest prompt and of the TPOT of a
-request alone on an idle engine, after SLOs-Serve Table 3."""
+"""Objectives as multiples of an idle engine's TTFT and TPOT, after SLOs-Serve Table 3."""
 
 LONGEST: Final = max(kind.prompt_tokens[1] + kind.output_tokens[1] for kind in KINDS.values())
 """Tokens of the longest generated request."""
@@ -61,8 +58,7 @@ other its may these what them than some him time into only could new then do fir
 
 
 class Pattern(NamedTuple):
-    """When requests arrive, and which: recorded ones of ``trace``, or generated ones of ``kinds``
-    with the arrival process that ``arrivals`` makes."""
+    """When requests arrive: as in ``trace``, or ``kinds`` with the process of ``arrivals``."""
 
     name: str
     arrivals: MakeArrivals = Poisson
@@ -83,9 +79,8 @@ class Pattern(NamedTuple):
         return cycle((*every[place:], *every[:place]))
 
     def workload(self, rate: float, seconds: float, seed: int, slos: Mapping[str, SLO]) -> Workload:
-        """The requests of ``seconds`` at a mean ``rate``, each with its class's objective. Recorded
-        ones are thinned to the rate, or their times compressed. Raises :class:`LoadError` if none
-        arrives."""
+        """The requests of ``seconds`` at a mean ``rate``; recorded ones are thinned or compressed.
+        Raises :class:`LoadError` if none arrives."""
         make = self._generated if self.trace is None else self._recorded
         found = make(rate, seconds, seed)
         if not len(found):
@@ -144,8 +139,7 @@ def kind_of(prompt_tokens: int) -> str:
 
 
 def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
-    """A pattern for each trace of a folder, without the requests of more than ``most_tokens``;
-    raises :class:`TraceError`."""
+    """A pattern per trace of a folder, up to ``most_tokens``; raises :class:`TraceError`."""
     found = {}
     for path in trace_files(folder):
         whole = load(path)
@@ -160,9 +154,7 @@ def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
 
 
 def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = False) -> Body:
-    """A function that makes the requests of a run, whose words are drawn by the run's name: no
-    engine has cached a prefix of another run. ``priorities``: each states vLLM's priority of its
-    kind."""
+    """Makes requests with words drawn by the run's name, so that no engine has cached them."""
     order = list(KINDS)
 
     def body(model: str, number: int, arrival: Arrival) -> Json:
@@ -181,8 +173,7 @@ def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = Fals
 
 
 def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
-    """TTFT and TPOT, seconds, of each kind's longest request on an idle system: medians. Raises
-    :class:`LoadError`."""
+    """Median TTFT and TPOT, seconds, of each kind's longest request. Raises :class:`LoadError`."""
     found = {}
     for name, kind in KINDS.items():
         arrival = Arrival(0.0, kind.prompt_tokens[1], kind.output_tokens[1], SLO(), name)

@@ -1,10 +1,5 @@
-"""Sluice beside what is used in its place: stock vLLM behind several routers, vLLM's priorities,
-and Ray Serve LLM, on real engines of one model, with the same requests: ``sluice bench peers``.
-
-On stock vLLM the command first measures each kind of request on an idle engine, from which the
-objectives follow, and the capacity, load 1. Then each system is started, warmed up, driven at every
-load and stopped, in every second round in the reverse order.
-"""
+"""Sluice, stock vLLM behind routers, vLLM's priorities and Ray Serve LLM on real engines of one
+model, with the same requests: ``sluice bench peers``."""
 
 from __future__ import annotations
 
@@ -60,14 +55,12 @@ CPU_ARGS: Final[Json] = {
     "kv-cache-memory-bytes": 256 << 20,
     "dtype": "float32",
 }
-"""vLLM's arguments on CPUs, with which Sluice runs the local model. vLLM would choose bfloat16,
-which is slow there, and take most of the memory."""
+"""vLLM's arguments on CPUs; it would choose bfloat16, slow there, and take most memory."""
 
 _CPU_STOCK_ARGS: Final[Json] = {"distributed-executor-backend": "uni"}
 _STOCK_ARGS: Final[Json] = {"disable-log-stats": True, "disable-uvicorn-access-log": True}
 _CPU_ENVIRONMENT: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""With it, and with vLLM's default executor, the model is in one more process, behind one more
-queue; Sluice's engines have neither."""
+"""Without it the model is in one more process, behind one more queue; Sluice has neither."""
 
 
 class Setting(NamedTuple):
@@ -94,8 +87,7 @@ class Setting(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """A system: what it is, in words; what starts it with a setting; whether requests state vLLM's
-    priority of their class; and the system on which its idle times and capacity are measured."""
+    """A system: words, what starts it, whether requests state vLLM's priorities, its reference."""
 
     words: str
     start: Callable[[Setting], Start]
@@ -104,8 +96,7 @@ class Peer(NamedTuple):
 
 
 def _stock(policy: str, more: Json, setting: Setting) -> Start:
-    """vLLM's own servers with ``more`` arguments behind vllm-router with a policy; empty: one
-    server without a router."""
+    """vLLM's own servers behind vllm-router; an empty policy: one server without a router."""
 
     def engine_on(_: Bench, port: int, number: int) -> Server:
         args, variables = {**setting.args, **_STOCK_ARGS, **more}, dict(VLLM_ENVIRONMENT)
@@ -137,8 +128,7 @@ def _stock(policy: str, more: Json, setting: Setting) -> Start:
 
 
 def _pin(roots: Mapping[int, str]) -> None:
-    """Pin the engines below these processes to a core each, as Sluice pins its own: the process of
-    each that has no other below it, which computes."""
+    """Pin each engine's leaf process, which computes, to a core, as Sluice does."""
     cores = sorted(os.sched_getaffinity(0))
     found = [pid for pid, each in processes(roots).items() if each.kind == CORES]
     parents = {psutil.Process(pid).ppid() for pid in found}
@@ -147,8 +137,6 @@ def _pin(roots: Mapping[int, str]) -> None:
 
 
 def _serve_llm(prefix_aware: bool, setting: Setting) -> Start:
-    """Ray Serve LLM with vLLM's engines, and one of its two routers."""
-
     def server_on(bench: Bench, port: int) -> Server:
         file = bench.folder / "serve-llm.json"
         arguments = {name.replace("-", "_"): value for name, value in setting.args.items()}
@@ -168,7 +156,6 @@ def _serve_llm(prefix_aware: bool, setting: Setting) -> Start:
 
 
 def _sluice(engine: Json, controller: Json, setting: Setting) -> Start:
-    """Sluice with these fields of its configuration."""
     return sluice("sluice", lambda _, port: sluice_config(engine, controller, setting, port))
 
 
@@ -246,8 +233,7 @@ WARM_UP_S: Final = 10.0
 """How long a system is driven before it is measured, and stock vLLM before its capacity is."""
 
 CAPACITY_S: Final = 30.0
-"""How long the capacity is measured for each pattern: all requests in flight begin together, so
-that they also end in waves."""
+"""How long capacity is measured: requests that begin together also end in waves."""
 
 GRACE_S: Final = 120.0
 """How long after the last arrival the client waits for answers, seconds."""
@@ -376,7 +362,6 @@ class _Campaign:
     reference: str = ""
 
     def conditions(self) -> Json:
-        """What was measured under: model, arguments, objectives and load 1 by pattern."""
         return {
             "model": Path(self.setting.model).name,
             "engine_args": self.setting.args,
@@ -395,8 +380,7 @@ class _Campaign:
         }
 
     def prepare(self, names: Sequence[str], scale: float) -> None:
-        """Measure the objectives and the capacity on the first system's reference, or on the first
-        of the systems that starts; raises :class:`LoadError`."""
+        """Measure objectives and capacity on the reference; raises :class:`LoadError`."""
         for name in dict.fromkeys((SYSTEMS[names[0]].reference, *names)):
             self.bench.say(f"{name}: idle times and capacity")
             try:
@@ -427,7 +411,6 @@ class _Campaign:
         self.bench.say(f"{name} is left out: {error}")
 
     def measure(self, name: str, number: int) -> None:
-        """Start a system, warm it up, drive it with every pattern and load, and stop it."""
         if name in self.left_out:
             return
         peer, begun_s, seed = SYSTEMS[name], time.monotonic(), self.seed + number
@@ -476,8 +459,7 @@ def tables(rows: Sequence[Json]) -> list[Table]:
 
 
 def attainment(rows: Sequence[Json]) -> dict[str, Chart]:
-    """By name: attainment against load for each pattern of the summary, with half of the interval
-    over requests."""
+    """By name: attainment against load, with half of the interval over requests."""
     charts = {}
     for (pattern,), own in grouped(rows, "pattern").items():
         lines = {

@@ -1,9 +1,6 @@
-"""Promises on two real vLLM replicas on this machine's CPUs, as their client sees them: ``sluice
-bench promises --real`` (docs/results/promises.md).
+"""Promises on two real vLLM replicas on CPUs: ``sluice bench promises --real``.
 
-Client, cluster and busy loop are children of one process, so that the kernel shares the cores
-between them and not between sessions.
-"""
+All are children of one process, so that the kernel shares cores between them, not sessions."""
 
 from __future__ import annotations
 
@@ -90,8 +87,7 @@ def with_real(command: click.Command) -> click.Command:
 
 
 def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
-    """Serve, run every load under each system, and show the results. Load 1 is the throughput of
-    the first system."""
+    """Run every load under each system; load 1 is the throughput of the first."""
     capacities: dict[str, float] = {}
     runs: list[Run] = []
     with campaign() as bench:
@@ -137,8 +133,7 @@ def _capacity(bench: Bench, system: System, seconds: float, seed: int) -> float:
 def _run(
     bench: Bench, system: System, rate: float, seconds: float, labels: Mapping[str, Any]
 ) -> Run:
-    """One run, with the disturbance of its machine beside it, and the routers' count of its
-    guarantees by outcome."""
+    """One run, its machine's disturbance, and the routers' counts of promises."""
     machine, seed = labels["machine"], labels["seed"]
     workload = PATTERN.workload(rate, seconds, seed, SLOS)
     (url,) = system.urls
@@ -214,8 +209,7 @@ def cells(runs: Sequence[Run]) -> list[Json]:
 
 
 def _figures(runs: Sequence[Run]) -> Json:
-    """Of the guarantees, ``goodput`` those kept per second, and the worst of what may have
-    disturbed a run."""
+    """Of the promises, ``goodput`` those kept per second, and the worst disturbance."""
     outcomes = [each for run in runs for each in run.outcomes]
     promised = [each for each in outcomes if each.admission == GUARANTEED]
     kept, seconds = sum(each.attained for each in promised), sum(run.seconds for run in runs)
@@ -230,8 +224,7 @@ def _figures(runs: Sequence[Run]) -> Json:
 
 
 def lateness(outcomes: Sequence[Outcome], objective: int) -> Json:
-    """Of the answers that missed their TTFT (0) or TPOT (1) their number, and P50 and P95 of how
-    late they were, in seconds and in multiples of the objective."""
+    """Of missed TTFT (0) or TPOT (1): number, P50 and P95 in seconds and in objectives."""
     late: list[tuple[float, float]] = []
     for each in outcomes:
         took_s, stated_s = (each.ttft_s, each.tpot_s)[objective], each.slo.columns[objective]

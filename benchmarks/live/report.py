@@ -1,6 +1,5 @@
-"""What the live benchmarks report: figures of runs as plain data, tables of them, and the resources
-that processes used. Every request is judged by its client's clocks; one that was refused or not
-answered has missed all of its objectives."""
+"""Figures of runs as plain data, tables of them, and used resources. Clients' clocks judge
+requests; one without an answer has missed all of its objectives."""
 
 from __future__ import annotations
 
@@ -55,16 +54,14 @@ class Used(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Usage between two moments: by kind of process, and the busy share of the machine's processor
-    time, including other programs."""
+    """Usage between two moments by kind of process, and the machine's busy share, all programs."""
 
     kinds: dict[str, Used]
     machine_busy: float
 
 
 class Process(NamedTuple):
-    """What a process has used and holds now: processor time, seconds, resident memory, MiB, and the
-    part of it that is not shared through files, such as libraries and the object store."""
+    """Processor time (seconds), resident memory (MiB), and its part not shared through files."""
 
     kind: str
     cpu_s: float
@@ -73,8 +70,7 @@ class Process(NamedTuple):
 
 
 class Meter:
-    """Measures :func:`processes` of these ``roots`` from its creation to :meth:`stop`. Processes
-    that ended in between do not count."""
+    """Measures :func:`processes` until :meth:`stop`; those that ended in between do not count."""
 
     def __init__(self, roots: Mapping[int, str] | None = None) -> None:
         self._roots = roots
@@ -98,8 +94,7 @@ class Meter:
 
 
 def processes(roots: Mapping[int, str] | None = None) -> dict[int, Process]:
-    """Processes by id, now: this one and all below it, or those of ``roots``, with the kind of each
-    and of all below it; where that is empty, it follows from their titles."""
+    """Processes by id below ``roots`` (or this one), with their kind: given, or by title."""
     found: dict[int, Process] = {}
     own = psutil.Process().pid
     for root, kind in ({own: ""} if roots is None else roots).items():
@@ -124,8 +119,7 @@ def _look(process: psutil.Process, kind: str) -> Process:
 
 
 def spent(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[str, float]:
-    """Processor seconds between two moments, by kind of process. A process that ended in between is
-    not counted."""
+    """Processor seconds by kind of process; one that ended in between is not counted."""
     sums: dict[str, float] = {}
     for pid, each in after.items():
         begun_s = before[pid].cpu_s if pid in before else 0.0
@@ -158,10 +152,9 @@ class Run(NamedTuple):
 
 
 def figures(runs: Sequence[Run]) -> Json:
-    """The figures of all requests of some runs: those of :func:`of_class`; ``goodput``: requests
-    that met all of their objectives, per second of arrivals; ``tokens``: of all answers, per second
-    until the last ended; ``ttft_error_ms``: observed minus predicted; ``lost``: neither whole nor
-    an error."""
+    """The figures of runs: those of ``of_class``; ``goodput``: requests that met all objectives per
+    second of arrivals; ``ttft_error_ms``: observed minus predicted; ``lost``: neither whole nor an
+    error."""
     outcomes = [each for run in runs for each in run.outcomes]
     classes = by_class(outcomes, AT)
     every = classes.pop("all")
@@ -209,9 +202,8 @@ def _used(usages: Sequence[Usage]) -> Json:
 def summary(
     runs: Sequence[Run], *labels: str, more: Callable[[Sequence[Run]], Json] = lambda _: {}
 ) -> list[Json]:
-    """The figures of the runs with equal ``labels``, and ``more`` of them: a row for each
-    combination. ``range`` has half of the 95 % t-interval of the mean over these runs, ``None``
-    with one."""
+    """A row of figures for the runs with equal ``labels``. ``range``: half of the 95 %
+    t-interval."""
     known = {name: [*dict.fromkeys(run.labels[name] for run in runs)] for name in labels}
 
     def place(run: Run) -> list[int]:
@@ -237,8 +229,7 @@ def _half(values: Sequence[float | None]) -> float | None:
 
 
 def of_class(outcomes: Sequence[Outcome], at: Sequence[float] = MEDIAN_P99) -> Json:
-    """Counts, attainment and latencies of some requests. ``attained``: of all sent requests;
-    ``kept``: of the promised ones. Times are quantiles of the answers."""
+    """Figures of some requests. ``attained``: of all sent; ``kept``: of the promised ones."""
     ends = Counter(each.end for each in outcomes)
     promised = [each for each in outcomes if each.admission == GUARANTEED]
     answered = [each for each in outcomes if each.end is End.ANSWERED]
@@ -290,8 +281,7 @@ def milliseconds(values_s: Sequence[float], at: Sequence[float] = MEDIAN_P99) ->
 
 
 def table(rows: Iterable[Mapping[str, Any]], *columns: str, title: str) -> Table:
-    """A table of plain data: a row for each of ``rows``, and a column for each key, which is its
-    heading, too. Dots in a key lead into nested mappings."""
+    """A table with a column for each key; dots in a key lead into nested mappings."""
     headings = (each.replace(".", " ").replace("_", " ") for each in columns)
     shown = Table(*headings, title=title)
     for row in rows:

@@ -1,5 +1,4 @@
-"""Ray Serve LLM with its own ingress, before engines that answer at once or vLLM: a separate
-program, since it imports packages that Sluice does not need."""
+"""Ray Serve LLM with its own ingress: a program, as it imports what Sluice does not need."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ class Engine:
 @click.option("--step-ms", default=0.0, type=click.FloatRange(0, 10_000))
 @click.option("--vllm", type=click.Path(exists=True, path_type=Path))
 def main(port: int, replicas: int, step_ms: float, vllm: Path | None) -> None:
-    """Serve on this machine, in its own Ray instance, until the process is terminated; with --vllm
-    the real engine of a JSON file: model, args, gpus of a worker, prefix_aware."""
+    """Serve until terminated; --vllm: a JSON file with model, args, gpus, prefix_aware."""
     local_dir = make_private_dir()
     cleaner = Cleaner(local_dir)
     try:

@@ -1,5 +1,4 @@
-"""Steps of one engine core of vLLM in this process: under vLLM's scheduler and under Sluice's, with
-the same worker and KV cache, and with drafted tokens. To import it is to import vLLM."""
+"""Steps of one vLLM core under vLLM's scheduler and Sluice's. To import it imports vLLM."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -41,8 +40,7 @@ _DRAFTED = 17
 
 
 class Counting(UniProcExecutor):
-    """Notes sequences and tokens of each batch in ``ran``. Where vLLM decodes speculatively, each
-    request has ``drafts`` drafted tokens, in place of those of vLLM's drafter."""
+    """Notes each batch in ``ran``. ``drafts`` drafted tokens replace those of vLLM's drafter."""
 
     drafts = 0
     ran: list[tuple[int, int]]
@@ -59,13 +57,8 @@ class Counting(UniProcExecutor):
 
 
 class Core:
-    """An engine core with both schedulers, ``stock`` and ``sluice``.
-
-    Args:
-        model: path or hub id of the model. ``directory`` gets the state table.
-        kind: the executor, :class:`Counting` or one below it. ``policy``: Sluice's.
-        args: vLLM's engine arguments by their names on the command line.
-    """
+    """An engine core with both schedulers, ``stock`` and ``sluice``. ``directory`` gets the state
+    table; ``kind`` is the executor; ``args`` are vLLM's, by command-line name."""
 
     def __init__(
         self, model: Path | str, directory: Path, kind: type[Any], policy: str, args: dict[str, Any]
@@ -102,8 +95,8 @@ class Core:
         self._rounds = 0
 
     def round(self, system: str, count: int) -> tuple[list[float], float]:
-        """Have ``count`` requests decode together: the duration of each step, and the processor
-        time of this loop, both in seconds."""
+        """Have ``count`` requests decode: each step's duration and this loop's processor time,
+        seconds."""
         core = self.core
         core.scheduler, core.model_executor.ran = self.schedulers[system], []
         self._rounds += 1
@@ -135,9 +128,8 @@ class Core:
 
 
 def compare(core: Core, rounds: int, count: int) -> dict[str, Any]:
-    """Both schedulers in turns: medians over ``rounds`` of the steps a second and of the loop's
-    processor time of a step, milliseconds, which other work on the cores hardly changes; median,
-    min and max of the ratio of the rates within a round."""
+    """Both schedulers in turns: median steps a second and the loop's processor time of a step,
+    milliseconds; median, min and max of the ratio within a round."""
     names = tuple(core.schedulers)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -157,8 +149,7 @@ def compare(core: Core, rounds: int, count: int) -> dict[str, Any]:
 
 
 def verify_cost(core: Core, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """The median time of a step in which each of some decodes checks some drafted tokens, and its
-    ratio to that without drafts, under vLLM's scheduler."""
+    """Median time of a step that checks drafts, and its ratio to one without, vLLM's scheduler."""
     rows: list[dict[str, Any]] = []
     stock = core.schedulers["stock"]
     stock.dynamic_sd_lookup = [0] * len(stock.dynamic_sd_lookup)  # vLLM's drafter has nothing to do

@@ -1,5 +1,4 @@
-"""How the live benchmarks start what they measure: engines, vllm-router, Ray Serve LLM, and Sluice,
-each in processes of its own."""
+"""How the live benchmarks start engines, vllm-router, Ray Serve LLM and Sluice, in processes."""
 
 from __future__ import annotations
 
@@ -49,9 +48,8 @@ PR_SET_PDEATHSIG = 1
 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-"""Runs a command, which Linux ends with this process, however this one ends; see prctl(2). It
-is a program, not a function that Python calls between fork and exec: where Ray is in this process,
-the threads of gRPC can crash such a child."""
+"""Runs a command that Linux ends with this process; see prctl(2). A program, as gRPC's threads can
+crash a child that runs Python between fork and exec."""
 
 
 class LeftOutError(RuntimeError):
@@ -65,8 +63,7 @@ def spawned(
     environment: Mapping[str, str] | None = None,
     answer: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server's process, which may not answer yet, until the block ends; then it and every process
-    below it end. ``log`` gets its output, ``answer`` its standard output if given."""
+    """A server's process until the block ends, and all below it; ``log`` gets its output."""
     if sys.platform == "linux":
         command = [sys.executable, "-c", _WITH_PARENT, *command]
     with log.open("wb") as said, (answer or Path(os.devnull)).open("wb") as printed:
@@ -100,7 +97,6 @@ def wait_until_ready(
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End it, and kill the remaining processes below it."""
     below = []
     with suppress(psutil.Error):
         below = psutil.Process(server.pid).children(recursive=True)
@@ -117,8 +113,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def vllm_command(model: Path | str, name: str, port: int, args: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's own server, for a model under a name; ``args`` are
-    vLLM's by command-line name without dashes."""
+    """The command of vLLM's server; ``args`` by command-line name without dashes."""
     # Not `vllm serve`: it does not start from vLLM's build for CPUs, which has another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port)]
@@ -155,8 +150,7 @@ ENGINE: Final[dict[str, Any]] = {
     "max_batch_tokens": 2048,
     "max_sequences": 64,
 }
-"""The simulated engine: about the steps of a model of 70B parameters on two older GPUs. None of it
-was measured."""
+"""The simulated engine: about 70B on two older GPUs; none of it was measured."""
 
 
 def simulated(
@@ -166,8 +160,8 @@ def simulated(
     classes: Mapping[str, ServiceClass] | None = None,
     **parts: Any,
 ) -> Json:
-    """The configuration of an application of simulated engines with fields of ``engine.simulated``,
-    service classes by name, the first of which is the default, and further parts."""
+    """An application's configuration with ``engine.simulated`` fields; the first class is the
+    default."""
     return {
         "engine": {"kind": "simulated", "model": MODEL, "simulated": engine},
         "replica": {"count": replicas, "num_cpus": 0.1},
@@ -220,17 +214,15 @@ _SHOWN = 300
 
 
 class System(NamedTuple):
-    """A system that takes requests: the URLs of its servers, without ``/v1``, and its processes
-    (:func:`sluice.benchmarks.live.report.processes`)."""
+    """A system that takes requests: its servers' URLs, without ``/v1``, and its processes."""
 
     urls: tuple[str, ...]
     processes: Mapping[int, str]
 
 
 class Bench(NamedTuple):
-    """Inputs that all systems share: engines that compute nothing, by process id, a folder for logs
-    and configurations, what prints progress, an event that is set when this process is to end, and
-    the time between two tokens of an engine, milliseconds."""
+    """Inputs that all systems share: engines by process id, a folder for logs, output, what ends
+    this process, and milliseconds between tokens."""
 
     engines: Mapping[int, str]
     folder: Path
@@ -240,9 +232,8 @@ class Bench(NamedTuple):
 
 
 class Server(NamedTuple):
-    """How a system's server starts: its command, variables in addition to this process's, how long
-    it may take, seconds, the kind of its processes (empty: by their titles), and whether it is in
-    front of the engines of :class:`Bench`."""
+    """How a server starts: command, variables, limit in seconds, kind of its processes (empty: by
+    title), and whether it is in front of the engines."""
 
     command: Sequence[str | Path]
     environment: Mapping[str, str] = MappingProxyType({})
@@ -258,8 +249,7 @@ Start = Callable[[Bench], AbstractContextManager[System]]
 def started(
     starts: Mapping[str, Start], bench: Bench
 ) -> Iterator[tuple[dict[str, System], dict[str, str]]]:
-    """The running systems by name, until the block ends, and why the others do not run; raises
-    :class:`LeftOutError` if the engines do not start."""
+    """The running systems, and why others do not run; raises :class:`LeftOutError`."""
     with ExitStack() as stack:
         bench = bench._replace(engines=stack.enter_context(engines(bench)))
         systems, left_out = {}, {}
@@ -274,8 +264,7 @@ def started(
 
 
 def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
-    """A function that starts a server on a port and waits until it answers a chat completion: a
-    router may listen before it knows its engines."""
+    """Starts a server and waits for a chat: a router may listen before it knows its engines."""
 
     @contextmanager
     def start(bench: Bench) -> Iterator[System]:
@@ -290,8 +279,7 @@ def served(name: str, server_on: Callable[[Bench, int], Server]) -> Start:
 
 @contextmanager
 def together(bench: Bench, servers: Mapping[str, tuple[int, Server]]) -> Iterator[list[int]]:
-    """Process ids of servers by name, each with its port, that start together and answer; raises
-    :class:`LeftOutError`."""
+    """Process ids of servers that start together and answer; raises :class:`LeftOutError`."""
     with ExitStack() as stack:
         logs = {name: bench.folder / f"{name}.log" for name in servers}
         running = {
@@ -319,9 +307,8 @@ def engines(
     server_on: Callable[[Bench, int, int], Server] = _nothing_on,
     count: int = REPLICAS,
 ) -> Iterator[dict[int, str]]:
-    """Process id and address of ``count`` engines, until the block ends; by default of those that
-    compute nothing. ``server_on`` has the port and the number of the engine. Raises
-    :class:`LeftOutError`."""
+    """Process id and address of ``count`` engines until the block ends; by default of those that
+    compute nothing. Raises :class:`LeftOutError`."""
     ports = [free_port() for _ in range(count)]
     servers = {f"engine-{n}": (port, server_on(bench, port, n)) for n, port in enumerate(ports)}
     with together(bench, servers) as pids:
@@ -344,8 +331,7 @@ def vllm_router(bench: Bench, port: int, policy: str = "power_of_two") -> Server
 
 
 def environment(package: str, say: Callable[[str], None]) -> Path:
-    """The Python of the environment with ``package``, created if missing; raises
-    :class:`LeftOutError`."""
+    """The Python of ``package``'s environment, created if missing; raises :class:`LeftOutError`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice" / "bench"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     folder = cache / f"{package.replace('==', '-')}-python{version}"

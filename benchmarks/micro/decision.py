@@ -1,8 +1,7 @@
 """Cost of the controller's decisions, for every routing policy: ``sluice bench decision``.
 
-The floor is round robin without admission. Inside, the code runs as fast as it can, and a time line
-is computed afterwards: queries arrive by a Poisson process and reports at a steady rate, and each
-takes its measured processor time, so that other processes hardly affect it."""
+The floor is round robin without admission. The time line (Poisson queries, steady reports) is
+computed from measured processor times, so that other processes hardly affect it."""
 
 from __future__ import annotations
 
@@ -115,15 +114,13 @@ class Inside:
         return (await self._controller.figures()).reservations
 
     async def scrape(self) -> int:
-        """Nanoseconds of processor time that a scrape of /metrics takes of the actor, which hands
-        its figures over to the observer."""
+        """Nanoseconds of processor time that a scrape of /metrics takes of the actor."""
         started = time.thread_time_ns()
         pickle.dumps(await self._controller.figures())
         return time.thread_time_ns() - started
 
     async def line(self, decisions: int, reports: bool) -> tuple[list[int], list[int], list[int]]:
-        """Decisions, and reports if ``reports``, on the module's time line. Returns nanoseconds: of
-        decisions, from a query's arrival to its answer, and of reports."""
+        """Nanoseconds on the time line of decisions, from arrival to answer, and of ``reports``."""
         query_s, report_s, free_s = 0.0, 0.0, 0.0
         decision_ns: list[int] = []
         answer_ns: list[int] = []
@@ -188,8 +185,7 @@ def measure_actor(
     seconds: float,
     sizes: Sequence[int],
 ) -> None:
-    """Add the figures of a real actor's callers with fleets of ``sizes``; by default of
-    :data:`ACTOR_REPLICAS`, and for the last policy with scrapes of :data:`SCRAPED_REPLICAS`."""
+    """Add the figures of a real actor's callers; of the last policy also with scrapes."""
     from sluice.benchmarks.micro.decision_actor import Session, own_ray
 
     async def ask(part: str, label: str, config: ControllerConfig, replicas: int) -> None:
@@ -260,7 +256,6 @@ def decision(
 
 
 def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
-    """The figures of each policy and number of replicas, times as p50 / p99 in milliseconds."""
     rows = [
         {"policy": policy, "replicas": replicas}
         | {name: _shown(value) for name, value in cell.items() if name not in ASKED}

@@ -1,5 +1,4 @@
-"""Decisions of a real controller actor, queried over its connection, while other processes report
-for the fleet, or push metrics and scrape."""
+"""Decisions of a real controller actor, while processes report, push metrics and scrape."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ REPORTS_PER_S, QUERIES_PER_S = 50, 200
 """Of each replica, and of one caller at a steady rate."""
 
 CALLERS, AT_ONCE = 256, 64
-"""Concurrent callers, whose queries are batched, and replicas that report at the same time: one
-process with the messages of all would be late."""
+"""Concurrent callers, and replicas per report: one process with all messages would be late."""
 
 ROUTERS, ROUNDS = 32, 5
 """That push metrics; pairs of turns with scrapes and without."""
@@ -71,8 +69,7 @@ class Replicas:
             self._epochs[index] = reply.epoch
 
     async def report(self, seconds: float) -> float:
-        """Report for all, :data:`REPORTS_PER_S` times a second each, as replicas do; reports
-        answered a second."""
+        """Report for all, :data:`REPORTS_PER_S` times a second each; reports answered a second."""
         self._answered = 0
         end_s = time.monotonic() + seconds
         await asyncio.gather(
@@ -164,10 +161,8 @@ class Session:
         self._key = 1 << 50
 
     async def measure(self, seconds: float) -> dict[str, Any]:
-        """Figures of callers, each for ``seconds``: ``alone``: one caller, no reports;
-        ``with_reports``: the same while all replicas report; ``batched``: :data:`CALLERS` that send
-        the next query at once; ``both``; ``actor_calls``: as ``alone``, by actor calls in place of
-        the connection."""
+        """Figures of callers, each for ``seconds``. ``batched``: :data:`CALLERS` that send the next
+        query at once; ``actor_calls``: by actor calls in place of the connection."""
         await self._replicas.hello.remote()
         # The first queries are sent as actor calls, until the connection is open.
         await self._ask(1, _WARM_UP_S, QUERIES_PER_S)
@@ -189,9 +184,8 @@ class Session:
         return {**found, "memory_mib": round(used["controller"].memory_mib)}
 
     async def measure_scrapes(self, seconds: float) -> dict[str, Any]:
-        """One caller's figures in turns with and without a scrape each second; the median over the
-        pairs of turns of the ``ratio`` of their p99; ``pages`` that were rendered, and the bytes of
-        the largest."""
+        """One caller in turns with and without a scrape a second; median ``ratio`` of p99 over the
+        pairs, ``pages`` rendered, and the largest's bytes."""
         metrics = ray.remote(Metrics).options(num_cpus=0).remote(*self._fleet)
         await self._replicas.hello.remote()
         await metrics.push.remote()
@@ -236,7 +230,6 @@ class Session:
     async def _times_ns(
         self, callers: int, seconds: float, per_s: float, ask: Ask | None = None
     ) -> list[int]:
-        """How long each of these decisions took, nanoseconds."""
         ask = ask or self._client.route
         times_ns: list[int] = []
         begun_s = time.monotonic()

@@ -1,5 +1,4 @@
-"""The replicas' messages and the routers' queries of the decision benchmark: full queues, backlogs
-of several sizes and prefixes of conversations, all drawn by a seed."""
+"""The messages and queries of the decision benchmark, all drawn by a seed."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ _PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0
 
 
 class FleetMessages:
-    """Messages of ``replicas`` co-located replicas, or with ``split`` of this many prefill and as
-    many decode replicas; and queries. All drawn by one seed."""
+    """Messages of ``replicas`` replicas (``split``: as many prefill as decode ones), and
+    queries."""
 
     def __init__(self, replicas: int, split: bool = False) -> None:
         roles: tuple[Role, ...] = ("prefill", "decode") if split else ("mixed",)
@@ -96,8 +95,7 @@ class FleetMessages:
         )
 
     def _rows(self, index: int, count: int) -> np.ndarray:
-        """The first rows of a replica's table. A prefill replica has the prefill backlog, and a
-        decode replica has none."""
+        """The first rows of a table; a decode replica has no prefill backlog."""
         rng, role, behind = self._rng, self._roles[index], self._behind[index]
         if role == "prefill":
             count = ceil(count * behind)
@@ -145,8 +143,7 @@ Figures = dict[str, float]
 
 
 def figures(times_ns: Sequence[int], elapsed_s: float | None = None) -> Figures:
-    """Median and 99th percentile, and the rate over ``elapsed_s`` seconds; by default, how many of
-    them fit a second."""
+    """Median, P99 and rate over ``elapsed_s``; by default, how many fit a second."""
     p50_ms, p99_ms = quantiles(np.array(times_ns) / 1e6, digits=4)
     seconds = sum(times_ns) / 1e9 if elapsed_s is None else elapsed_s
     return {"p50_ms": p50_ms, "p99_ms": p99_ms, "per_second": round(len(times_ns) / seconds)}

@@ -61,8 +61,7 @@ def make_queue(size: int, seed: int) -> QueueView:
 
 
 def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median and 99th percentile over ``repeats`` rounds of ``calls``, milliseconds of processor
-    time: the calls never wait, and other processes on the core do not count."""
+    """Median and P99, milliseconds of processor time, which others on the core do not change."""
     for call in calls:
         call()
     gc.collect()

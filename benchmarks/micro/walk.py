@@ -1,8 +1,7 @@
 """How far a reader walks through the code: ``sluice bench walk``.
 
-Three walks with real objects in one process, in which a profile hook sees every call of our own
-functions: a streamed chat in the router, whose replica and controller are stand-ins that answer at
-once; a decision of the controller; a step of the engine. The second of its kind counts."""
+A profile hook counts our calls in a streamed chat, a decision and an engine step; the second of
+each kind counts."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ HERE = str(ROOT / "benchmarks")
 
 
 class Walk(NamedTuple):
-    """Calls of own functions, the files that they are in, how often the next call is in another
-    file than the last one, and how often that file was left before."""
+    """Calls of own functions, their files, changes of file, and returns to one left before."""
 
     calls: int
     files: int
@@ -107,15 +105,12 @@ class _FarSide:
     roles, single, asleep = ("mixed",), True, False
 
     async def route(self, _: object) -> RouteDecision:
-        """The replica."""
         return RouteDecision("a", "test")
 
     def generate(self, *_: object) -> _Answer:
-        """Its answer."""
         return _Answer()
 
     async def models(self) -> dict[str, Any]:
-        """The one model."""
         return {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
     def __getattr__(self, name: str) -> Any:
@@ -214,8 +209,7 @@ def engine_step() -> Walk:
 
 
 def lines() -> dict[str, dict[str, int]]:
-    """Modules and lines of each package, lines of its tests, and those of all Markdown; of an
-    installation without a checkout, of the packages alone."""
+    """Modules and lines of packages, tests and Markdown; installed, of the packages alone."""
     found: dict[str, dict[str, int]] = {}
     for package in PACKAGES:
         modules = list((ROOT / package).rglob("*.py"))
@@ -237,8 +231,7 @@ def _lines(paths: Any) -> int:
 
 
 def settings() -> dict[str, int]:
-    """Fields of the configuration, without those that only hold others, and options of all
-    policies."""
+    """Fields of the configuration that hold no others, and options of all policies."""
     seen: set[type[BaseModel]] = set()
 
     def fields(model: type[BaseModel]) -> int:

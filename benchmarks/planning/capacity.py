@@ -60,18 +60,16 @@ class SharedClass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A sample of a long trace: a window of ``seconds`` at a random time in each of ``parts`` equal
-    parts (stratified sampling), each run by itself. The requests that come in ``margin_s`` before
-    and after it run with it and are not judged, so that judged ones find the load of their time;
-    what a longer overload would have left over is not there."""
+    """A stratified sample of a long trace: a random window of ``seconds`` in each of ``parts``.
+    Requests within ``margin_s`` of it run and are not judged; backlogs of longer overloads are
+    missing."""
 
     parts: int
     seconds: float
     margin_s: float
 
     def starts_s(self, lasts_s: float, seed: int) -> list[float]:
-        """When the windows of a trace of ``lasts_s`` seconds begin; raises :class:`ValueError` if
-        they do not fit."""
+        """When the windows begin; raises :class:`ValueError` if they do not fit."""
         part_s = lasts_s / self.parts
         if part_s < self.seconds:
             raise ValueError(
@@ -99,8 +97,8 @@ class Played(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What arrives: ``limit`` requests of a trace, their times stretched, their rate scaled
-    (:func:`scaled`), each drawn into a service class; all of them, or ``windows``."""
+    """What arrives: ``limit`` requests of a trace, :func:`scaled`, each drawn into a service
+    class."""
 
     path: Path
     limit: int
@@ -115,10 +113,8 @@ class Traffic(NamedTuple):
         return 1 if self.windows is None else self.windows.parts
 
     def played(self, seed: int, part: int = 0) -> Played:
-        """What one run plays: all requests, or those of a window, which is cut before its rate is
-        scaled, so that copies stay in their part of the day. Task class and service class are one,
-        as in a replica. Raises :class:`TraceError` for the file, :class:`ValueError` for its
-        contents."""
+        """What one run plays: all requests, or a window, cut before its rate is scaled so that
+        copies stay in their part of the day. Raises :class:`TraceError` or :class:`ValueError`."""
         whole = self._whole()
         if self.windows is None:
             return Played(self._finished(whole, seed), 0.0, inf, seed)
@@ -180,9 +176,8 @@ def _trace(path: Path, limit: int) -> Workload:
 
 
 def scaled(workload: Workload, factor: float, seed: int) -> Workload:
-    """``factor`` times as many requests in the same time: thinned out below 1; above it with copies
-    of the workload, each rotated in time by another amount, so that bursts do not coincide, without
-    common prefixes. Raises :class:`ValueError` for too many."""
+    """``factor`` times as many requests: thinned below 1, else copies rotated in time so that
+    bursts do not coincide, without common prefixes. Raises :class:`ValueError`."""
     if factor == 1 or not len(workload):
         return workload
     if factor < 1:
@@ -231,9 +226,8 @@ class OutOfTimeError(RuntimeError):
 
 
 class PlannedFleet(NamedTuple):
-    """Equal replicas behind one router: the step times that planners believe in and correct online
-    (real ones have noise), limits, reports and transfers, policies, and a factor on the believed
-    times."""
+    """Equal replicas behind one router: believed step times (corrected online; real ones have
+    noise), limits, policies, and a factor on the belief."""
 
     model: LatencyModel
     engine: EngineConfig
@@ -254,8 +248,7 @@ class Sizes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One simulated run of a part of the traffic; ``stop_at_s``, on the host's monotonic clock,
-    ends it."""
+    """One simulated run; ``stop_at_s`` is on the host's monotonic clock."""
 
     traffic: Traffic
     fleet: PlannedFleet
@@ -267,9 +260,8 @@ class Run(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The judged requests of a run: whether each attained, whether it failed, its TTFT and its TPOT
-    in seconds, and its service class. And of the whole run, margins of a window included, the
-    seconds that replicas were busy and up, and preemptions."""
+    """The judged requests of a run, TTFT and TPOT in seconds; and of the whole run, margins
+    included, busy and up seconds and preemptions."""
 
     met: Flags
     failed: Flags
@@ -282,17 +274,15 @@ class Judged(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The figures of all runs of a seed, of all judged requests and of each service class:
-    ``requests``, ``attainment`` and :data:`LATENCIES`; all together also ``failed`` (without all
-    their output), ``utilisation`` (share of the replicas' time in steps) and ``preemptions``."""
+    """The figures of all runs of a seed, together and by service class; ``failed``: without all
+    their output; ``utilisation``: share of the time in steps."""
 
     whole: Figures
     classes: dict[str, Figures]
 
     @classmethod
     def of(cls, runs: Sequence[Judged], classes: Sequence[SharedClass]) -> Self:
-        """The figures of ``runs``, of each of ``classes``; raises :class:`ValueError` if none was
-        judged."""
+        """The figures of ``runs``; raises :class:`ValueError` if none was judged."""
         met, failed, ttft_s, tpot_s, names = (
             np.concatenate(each) for each in zip(*(run[:5] for run in runs), strict=True)
         )
@@ -311,8 +301,6 @@ class Measured(NamedTuple):
 
 
 class _Timed(Wrapped):
-    """Plans as ``inner`` does, until the time is up."""
-
     def __init__(self, inner: BatchPolicy, stop_at_s: float) -> None:
         super().__init__(inner)
         self._stop_at_s = stop_at_s
@@ -326,8 +314,7 @@ class _Timed(Wrapped):
 
 
 def play(run: Run) -> Judged:
-    """Simulate ``run``; raises :class:`OutOfTimeError`, and :class:`StuckError` if a replica can
-    run nothing, as when one request needs more KV than there is."""
+    """Simulate ``run``; raises :class:`OutOfTimeError`, or :class:`StuckError`."""
     played, fleet = run.traffic.played(run.seed, run.part), run.fleet
     both, prefillers, decoders = run.sizes
     counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}

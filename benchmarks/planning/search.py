@@ -1,5 +1,4 @@
-"""The searches of ``sluice simulate``: how many replicas, and how many of each role; and
-their answers as JSON, as a table and as a plot."""
+"""The searches of ``sluice simulate``, and their answers as JSON, table and plot."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class Part(BaseModel):
 
 
 class Range(Part):
-    """A mean over seeds and half of its 95 % range; null where nothing has the figure, or where one
-    seed alone gives no range."""
+    """A mean over seeds and half of its 95 % range; null without a figure, or one seed."""
 
     mean: float | None
     half_width: float | None
@@ -77,8 +75,7 @@ def _known(value: float) -> float | None:
 
 
 class Group(Part):
-    """Figures of a group of requests: how many, the share that met every objective, and quantiles
-    of those with a first token, and with two."""
+    """A group's size, share that met all objectives, and quantiles of those with a figure."""
 
     requests: Range
     attainment: Range
@@ -294,8 +291,7 @@ class CapacityReport(Part):
         return found
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``simulate.json`` and ``simulate.png``; return their paths. Raises
-        :class:`ReportError`."""
+        """Write ``simulate.json`` and ``.png``; their paths. Raises :class:`ReportError`."""
         path = folder / "simulate.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -436,9 +432,8 @@ def _words(each: Json) -> str:
 
 
 class Question(NamedTuple):
-    """What is searched for: the count of replicas, ``most`` of them, at which a share of ``target``
-    attains by ``metric`` (``None``: the anchor of each class), or what ``only`` this count attains;
-    ``disaggregated``: prefill and decode apart, too."""
+    """The count of replicas up to ``most`` at which ``target`` attain by ``metric`` (``None``: each
+    class's anchor), or what ``only`` this count attains."""
 
     traffic: Traffic
     fleet: PlannedFleet
@@ -453,9 +448,8 @@ class Question(NamedTuple):
 
 
 def answered(question: Question, progress: Progress) -> CapacityReport:
-    """Search for the answer, showing each size as it is tried. Raises :class:`TraceError`,
-    :class:`ValueError` or :class:`StuckError` for a trace that cannot be read or run, and
-    :class:`BrokenProcessPool`."""
+    """Search for the answer, showing each size. Raises :class:`TraceError`, :class:`ValueError`,
+    :class:`StuckError` and :class:`BrokenProcessPool`."""
     workload = question.traffic.workload(question.seeds[0])
     stop_at_s = time.monotonic() + question.time_limit_s
     runs = len(question.seeds) * question.traffic.parts
@@ -490,7 +484,6 @@ def _trial(
     sizes: Sizes,
     words: str,
 ) -> list[Measured]:
-    """Simulate a fleet of these sizes once for each seed and part of the traffic."""
     traffic, parts = question.traffic, range(question.traffic.parts)
     runs = [
         Run(traffic, question.fleet, question.metric, sizes, seed, part, stop_at_s)
@@ -514,7 +507,6 @@ def _trial(
 def _colocated(
     question: Question, workload: Workload, trial: Trial
 ) -> tuple[Status, int | None, tuple[CapacityPoint, ...]]:
-    """Search for the count of replicas that do both phases."""
     points: dict[int, CapacityPoint] = {}
     found: int | None = None
     status: Status = "out_of_time"
@@ -539,7 +531,6 @@ def _colocated(
 
 
 def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
-    """Search for the sizes of a prefill and a decode pool."""
     points: dict[Pools, PoolPoint] = {}
     found: Pools | None = None
     status: Status = "out_of_time"

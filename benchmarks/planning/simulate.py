@@ -53,7 +53,6 @@ class OptionError(ValueError):
 
 
 def _pairs(option: str, text: str, known: Sequence[str]) -> dict[str, str]:
-    """``name=value,name=value`` by name."""
     found: dict[str, str] = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
@@ -68,7 +67,6 @@ def _pairs(option: str, text: str, known: Sequence[str]) -> dict[str, str]:
 
 
 def _number(option: str, name: str, value: str, most: float) -> float:
-    """A finite number from 0 to ``most``."""
     try:
         number = float(value)
     except ValueError:
@@ -88,9 +86,8 @@ def _share(option: str, name: str, value: str) -> float:
 def classes_of(
     config: SluiceConfig, slos: Sequence[str], shares: Sequence[str]
 ) -> tuple[SharedClass, ...]:
-    """The service classes that requests are drawn into: ``slos``, such as
-    ``ttft_ms=800,tpot_ms=80,share=0.5``, or else those of the configuration that ``shares`` name,
-    such as ``interactive=0.5``, or else its default class. Raises :class:`OptionError`."""
+    """The service classes to draw from: ``slos`` (``ttft_ms=800,share=0.5``), or those of
+    ``shares`` (``interactive=0.5``), or the default. Raises :class:`OptionError`."""
     if slos and shares:
         raise OptionError("--share is for classes of --config; with --slo say share=... in it")
     if len(slos) > MAX_CLASSES:
@@ -137,9 +134,8 @@ def _problems(error: ValidationError) -> str:
 
 
 def latency_of(config: SluiceConfig, profile: Path | None, stated: str | None) -> LatencyModel:
-    """The step times of a replica: of a ``profile`` that a replica keeps, or ``stated`` as
-    ``a=0.009,b=8e-5`` (linear, or of ``family=``), or else of the configuration's profile or
-    simulated engine. Raises :class:`OptionError`."""
+    """The step times of a replica: a ``profile``, or ``stated`` (``a=0.009,b=8e-5``), or the
+    configuration's. Raises :class:`OptionError`."""
     if profile is not None and stated is not None:
         raise OptionError("give --profile or --latency, not both")
     if stated is not None:
@@ -195,9 +191,8 @@ def fleet_of(
     router: str | None,
     limits: Mapping[str, int | None],
 ) -> PlannedFleet:
-    """The fleet that serves the requests: as in ``config``, whose options of a policy count for
-    that policy only, overridden by the other arguments that are given. Raises
-    :class:`OptionError`."""
+    """The fleet as in ``config``, overridden by given arguments; its options of a policy count for
+    that policy only. Raises :class:`OptionError`."""
     engine, controller = config.engine, config.controller
     name = policy or engine.policy
     routed = router or controller.policy
@@ -279,8 +274,7 @@ _LIMITS = ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
 
 
 def _question(**given: Any) -> Question:
-    """The question that the command's options ask; raises :class:`OptionError` if they cannot be
-    understood, or contradict each other."""
+    """The question of the command's options; raises :class:`OptionError`."""
     try:
         config = load_config(given["config"])
     except (ValueError, OSError) as error:

@@ -1,7 +1,4 @@
-"""The admin API: the state of the fleet, explained routing decisions, and draining replicas.
-
-Access is checked before, see :mod:`sluice.router.ingress.access`.
-"""
+"""The admin API: fleet state, explained decisions, drains. Callers have checked access."""
 
 from __future__ import annotations
 
@@ -52,21 +49,15 @@ class Overseen(Protocol):
         """Its last decisions, the latest first; ``None`` if it does not answer."""
 
     async def drain(self, replica_id: str, drain: bool, spare_last: bool) -> dict[str, Any] | None:
-        """Close or reopen a replica; ``None`` if it is unknown. ``last``: it was not drained, as it
-        is the last one. Raises NoAnswerError: it did not answer."""
+        """Close or reopen; ``None``: unknown, ``last``: refused. Raises NoAnswerError."""
 
     async def remembers(self, replica_id: str) -> bool | None:
         """Whether a replica remembers the last drain setting; ``None`` if that is unknown."""
 
 
 class AdminService:
-    """One per router process. Each controller is asked at most once in :data:`TTL_S`, however many
-    clients ask.
-
-    Args:
-        controllers: by the name of their model.
-        clock: monotonic seconds.
-    """
+    """One per router process. Each of ``controllers``, by model, is asked at most once in
+    :data:`TTL_S`."""
 
     def __init__(
         self, controllers: Mapping[str, Overseen], clock: Callable[[], float] = time.monotonic
@@ -84,15 +75,8 @@ class AdminService:
         return await self._fleet.get()
 
     async def decisions(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
-        """The last decisions, the latest first, with their reasons.
-
-        Args:
-            limit: maximum number, up to :data:`MAX_DECISIONS`.
-            request_id: only decisions of requests with this id: Sluice's own, or the client's.
-
-        Raises:
-            ApiError: 503; no controller answered.
-        """
+        """The last decisions, the latest first; ``request_id`` is Sluice's own or the client's.
+        Raises :class:`ApiError`: 503; no controller answered."""
         few = limit <= FEW_DECISIONS and request_id is None
         made = await self._decisions[FEW_DECISIONS if few else MAX_DECISIONS].get()
         if request_id is not None:
@@ -100,18 +84,11 @@ class AdminService:
         return made[:limit]
 
     async def drain(self, replica_id: str, drain: bool, force: bool = False) -> dict[str, Any]:
-        """Close a replica to new requests, or open it again; says what is left there.
+        """Close a replica to new requests, or open it; ``force``: also the last one of its model.
 
-        Waits until the replica remembers it, so that it survives a restart of the controller; after
-        :data:`REMEMBER_LIMIT_S` the answer has ``remembered: false``.
-
-        Args:
-            force: also the last one of its model that takes requests.
-
-        Raises:
-            ApiError: 404; no controller knows it. 409; it is the last one. 503; one that might know
-                it did not answer.
-        """
+        Waits up to :data:`REMEMBER_LIMIT_S` until the replica remembers it, else ``remembered:
+        false``. Raises :class:`ApiError`: 404, unknown; 409, the last one; 503, a controller did
+        not answer."""
         silent = False
         for model, controller in self._controllers.items():
             try:

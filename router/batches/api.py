@@ -37,14 +37,8 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
 def page_of(request: Request, default: int, most: int) -> Page:
-    """The page that a query asks for with ``after`` and ``limit``.
-
-    Args:
-        default, most: objects in a page if the query does not state it, and at most.
-
-    Raises:
-        ApiError: 400.
-    """
+    """The page that a query asks for with ``after`` and ``limit``. Raises :class:`ApiError`:
+    400."""
     query = request.query_params
     limit = query.get("limit", str(default))
     if not _DIGITS.fullmatch(limit) or not 1 <= int(limit) <= most:
@@ -203,8 +197,7 @@ def owner_of(request: Request) -> str:
 
 
 def _checked(form: Form) -> int | None:
-    """How long the file is to be kept, seconds; ``None`` if the form does not state it. Raises
-    ApiError: 400, a field is missing, unknown or wrong."""
+    """How long the file is kept, seconds, or ``None``. Raises ApiError: 400."""
     fields = form.fields
     for name in (*fields, *form.lists):
         if name not in _FILE_FIELDS:
@@ -288,8 +281,7 @@ class BatchesApi:
         return JSONResponse(record.shown())
 
     def _new(self, owner: str, body: dict[str, Any]) -> BatchRecord:
-        """The batch that ``body`` asks for. Raises ApiError: 400; the message names the field and
-        what is allowed."""
+        """The batch that ``body`` asks for. Raises ApiError: 400, with the field."""
         for name in body:
             if name not in _BATCH_FIELDS:
                 raise invalid(
@@ -390,16 +382,7 @@ def batch_routes(
     telemetry: Telemetry | None = None,
 ) -> APIRouter:
     """``/v1/files`` and ``/v1/batches``. Batches run between the application's start and end.
-
-    Args:
-        clients: those of the API.
-        limiter: applies their rate limits to the lines.
-        now: Unix seconds.
-        telemetry: logs and traces the lines, as requests.
-
-    Raises:
-        OSError: the configured folder cannot be used.
-    """
+    Raises :class:`OSError`: the configured folder cannot be used."""
     if config.batches.directory is None:
         return _routes_when_off()
     batch_metrics = BatchMetrics(fleets.edge.registry)

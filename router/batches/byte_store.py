@@ -1,10 +1,7 @@
 """The bytes of files through fsspec: in a folder, or in a bucket of S3 or Google Cloud Storage.
 
-:mod:`sluice.router.batches.state` decides which names are visible, so nothing here is renamed,
-locked or listed. What is finished survives a power failure: a folder is synced, and a bucket has
-acknowledged the object. A writer to a bucket holds some parts of :data:`PART_BYTES` in memory at
-most.
-"""
+The state decides which names are visible, so nothing is renamed, locked or listed. Finished files
+survive a power failure. A writer to a bucket holds some :data:`PART_BYTES` in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from fsspec.spec import AbstractFileSystem
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder that only its owner can read, with missing parents of the same kind; they
-    survive a power failure."""
+    """Create a folder and parents that only its owner reads, and that survive a power failure."""
     if not path.parent.exists():
         make_folder(path.parent)  # mkdir's own way to make those lets everyone read them
     try:
@@ -50,18 +46,9 @@ def open_private(path: Path) -> int:
 
 
 class Routers:
-    """The routers that share a folder, this one included.
-
-    Each holds a lock on one byte of a file: the byte at its id, which is random and used once. The
-    system releases the lock when the process ends, so whether a router is alive depends neither on
-    clocks nor on how busy it is. The file stays empty.
-
-    Attributes:
-        id: of this router.
-
-    Raises:
-        OSError: the file cannot be created or locked.
-    """
+    """The routers that share a folder. Each locks the byte of a file at its random ``id``; the
+    system releases the lock with the process, so that liveness depends on no clock. Raises
+    :class:`OSError`."""
 
     def __init__(self, path: Path) -> None:
         self.id = secrets.randbits(62)
@@ -84,8 +71,7 @@ class Routers:
 
 
 def _lock(handle: int, byte: int, kind: int) -> None:
-    """Locks of the open file, not of the process as POSIX's are: they also hold within a process.
-    Raises BlockingIOError: another one holds it."""
+    """Locks of the open file, so they also hold within a process. Raises BlockingIOError."""
     fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
 
 
@@ -97,14 +83,9 @@ READ_BYTES: Final = 1 << 20
 
 
 class ByteStore:
-    """Bytes by name. All methods block; any number of processes and threads may use them.
-
-    Args:
-        place: a folder, which is created if it is missing, or a URL such as ``s3://bucket/prefix``.
-
-    Raises:
-        OSError: the folder cannot be used, or the package for buckets is not installed.
-    """
+    """Bytes by name, in a folder or at a URL (``s3://bucket/prefix``). All methods block; any
+    number of processes and threads may use them. Raises :class:`OSError`: unusable, or no package
+    for buckets."""
 
     def __init__(self, place: Path | str) -> None:
         self._folder = place if isinstance(place, Path) else None

@@ -38,14 +38,8 @@ from sluice.telemetry.logs import of_request
 
 
 class Reply(NamedTuple):
-    """The reply to a line.
-
-    Attributes:
-        status: HTTP status. request_id: our id of the attempt. body: of the response, JSON.
-        no_room: it was not served for lack of capacity, and may be tried again.
-        clamped: what the client's caps changed in its objective, and to what, by field.
-        final: it failed, and must not be tried again.
-    """
+    """The reply to a line. ``no_room``: not served for lack of capacity, may be tried again;
+    ``final``: failed, must not be; ``clamped``: what the client's caps changed in its objective."""
 
     status: int
     request_id: str
@@ -141,8 +135,7 @@ SLICE_BYTES: Final = 1 << 20
 
 
 class BatchRequest(NamedTuple):
-    """One request of a batch. ``number`` is that of its line, from 1; ``size`` is that of the line,
-    bytes; ``body`` is unchecked."""
+    """One request; its line's ``number``, from 1, and ``size``, bytes; ``body`` is unchecked."""
 
     number: int
     custom_id: str
@@ -158,11 +151,7 @@ class Checked(NamedTuple):
 
 
 class LineError(ValueError):
-    """A line is not a valid request of the batch.
-
-    Args:
-        code: for programs. param: the key at fault.
-    """
+    """A line is not a valid request of the batch. ``param`` is the key at fault."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -171,11 +160,8 @@ class LineError(ValueError):
 
 
 def check_lines(file: BinaryIO, url: str, max_lines: int, max_line_bytes: int) -> Checked:
-    """Read the whole input, and find the invalid lines.
-
-    The bodies of the requests are not checked: a request that the API would refuse is refused when
-    it runs, and the others run. ``O(bytes)``; the ids are kept in memory.
-    """
+    """The invalid lines of the whole input; bodies are checked only when they run. ``O(bytes)``;
+    the ids are kept in memory."""
     faults: list[LineFault] = []
     seen: set[str] = set()
     total = 0
@@ -210,8 +196,7 @@ def check_lines(file: BinaryIO, url: str, max_lines: int, max_line_bytes: int) -
 
 
 def parse_line(number: int, raw: bytes, url: str, max_bytes: int) -> BatchRequest:
-    """The request in line ``number``, ``raw``, of a batch that is for ``url``. Raises LineError: it
-    is too long, is not JSON, lacks a key, or is for something else."""
+    """The request in line ``raw`` of a batch for ``url``. Raises LineError."""
     if len(raw) > max_bytes:
         raise LineError("line_too_large", f"A line may have at most {max_bytes} bytes.")
     try:
@@ -257,8 +242,7 @@ def slices(file: BinaryIO, url: str, max_line_bytes: int) -> Iterator[list[Batch
 
 
 def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1. A line that is too long is cut right
-    beyond the limit, and its rest is never held in memory."""
+    """Lines that are not blank, from 1; too long ones are cut and never held in memory."""
     number = 0
     # One more than the limit and its line feed, so that the longest line and a longer one differ.
     while raw := file.readline(max_bytes + 2):
@@ -271,22 +255,19 @@ def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 MAX_ATTEMPTS = 5
-"""Attempts of a line that fails by itself; each may try ``router.max_attempts`` replicas, as a live
-request does. Without capacity a line waits until its batch expires."""
+"""Attempts of a line that fails by itself; without capacity it waits until its batch expires."""
 
 FIRST_PAUSE_S = 0.5
 """Approximate pause before a line without capacity is retried, seconds; doubled each time."""
 
 FAILED_PAUSE_S = 5.0
-"""The same for a line that failed, seconds. Its attempts span the time in which dead replicas are
-replaced; otherwise the death of the only replica would fail all lines in flight."""
+"""The same for a failed line, seconds; its attempts span the replacement of dead replicas."""
 
 SHORTEST_PAUSE_S = 0.01
 """Minimum pause of a line that its client's rate limit does not admit yet, seconds."""
 
 LONGEST_PAUSE_S = 30.0
-"""Approximate maximum of these pauses, seconds. A line that waits for capacity keeps its slot, so
-that such lines keep others from being sent."""
+"""Approximate maximum of these pauses, seconds; a line that waits for capacity keeps its slot."""
 
 _NO_ROOM = frozenset(
     {Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA, Reason.MODEL_STARTING}
@@ -312,12 +293,7 @@ class Admitted(NamedTuple):
 
 
 class LineCaller:
-    """Runs lines as best-effort calls. One per router process.
-
-    Args:
-        pause: sleeps for the given number of seconds.
-        telemetry: logs and traces the lines, as requests.
-    """
+    """Runs lines as best-effort calls. One per router process."""
 
     def __init__(
         self,
@@ -341,15 +317,8 @@ class LineCaller:
     async def admit(
         self, line: BatchRequest, url: str, client: Callable[[], Client]
     ) -> Admitted | Reply:
-        """Wait until the rate limits of its client admit ``line``, and check it. It counts towards
-        them once, however often it is attempted.
-
-        Args:
-            client: returns the line's client, whose limits may change meanwhile.
-
-        Returns:
-            The argument of :meth:`run`, or the reply to a line that is refused.
-        """
+        """Wait until the rate limits of its client admit ``line``, once for all attempts, and check
+        it: the argument of :meth:`run`, or the reply that refuses it."""
         await self._when_let_in(lambda: self._limiter.count_request(client()))
         arrival = self._arrival(client(), line)
         try:
@@ -442,8 +411,7 @@ class LineCaller:
         return replace(call, best_effort=True), fleet
 
     async def _serve(self, call: Call, fleet: Model) -> Reply:
-        """The reply of a replica. It counts as an ended request, unless there was no capacity.
-        Raises ApiError: there is no reply."""
+        """A replica's reply; an ended request unless there was no capacity. Raises ApiError."""
         clock = clock_of(call.slo, call.received_s)
         outcome: Outcome | None = Outcome.FAILED
         answer: Answer | None = None

@@ -79,18 +79,9 @@ class LineFault(BaseModel):
 
 
 class BatchRecord(BaseModel):
-    """A batch. Times are Unix seconds.
-
-    Attributes:
-        id, owner, endpoint, input_file_id, completion_window, metadata: as asked for.
-        created_s, expires_s: when it was made, and when what is left of it will not be run.
-        output_expires_s: how long its results are kept, seconds.
-        status: as stored. reached_s: when it got to each status.
-        total, completed, failed: lines.
-        cut_short: it was cancelled or expired before all lines had run.
-        faults: why it was refused.
-        output_file_id, error_file_id: its results, where it has ended and there are any.
-    """
+    """A batch. Times are Unix seconds; ``output_expires_s`` is a duration. ``expires_s``: when what
+    is left will not be run; ``reached_s``: time of each status; ``cut_short``: cancelled or expired
+    before all lines had run; ``faults``: why it was refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -47,11 +47,8 @@ class _Waiting(NamedTuple):
 
 
 class LinePlaces:
-    """Slots for lines, granted in the order in which they are requested.
-
-    A client's lines use no more slots than it may have requests in flight. Lines of other clients
-    that queue behind it do not wait for it.
-    """
+    """Slots for lines, in order of request. A client holds no more than it may have requests in
+    flight, and the lines of others behind it do not wait for it."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -59,8 +56,7 @@ class LinePlaces:
         self._waiting: list[_Waiting] = []
 
     async def take(self, client: Callable[[], Client]) -> Callable[[], None]:
-        """Wait for a slot for ``client``, whose limits may change meanwhile. Returns a function
-        that releases the slot, to be called once."""
+        """Wait for a slot, and return what releases it, to be called once."""
         waiting = _Waiting(client, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._hand_out()
@@ -110,13 +106,7 @@ _CANCELLED = "The batch was cancelled before this request had been run."
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that all batches of a router share.
-
-    Attributes:
-        max_line_bytes: maximum length of an input line.
-        places: slots for the lines in flight.
-        now: Unix seconds.
-    """
+    """What all batches of a router share. ``now`` gives Unix seconds."""
 
     config: BatchesConfig
     max_line_bytes: int
@@ -128,14 +118,8 @@ class Resources:
 
 
 class BatchRun:
-    """Runs a batch, or the remaining part of it.
-
-    The run may end at any point, also by a crash: the next router resumes from the state.
-
-    Args:
-        record: the batch, which this router has claimed; the run releases it.
-        client: the batch's owner.
-    """
+    """Runs a claimed batch, or the rest of it, and releases it. It may end at any point, also by a
+    crash: the next router resumes from the state."""
 
     def __init__(self, resources: Resources, record: BatchRecord, client: Client) -> None:
         self._resources = resources
@@ -150,8 +134,7 @@ class BatchRun:
         self.look(record, client)
 
     def look(self, record: BatchRecord, client: Client | None) -> None:
-        """Update the run: whether the stored record is cancelled, whether the batch has expired,
-        and the client's current limits, which apply to lines sent from now on. ``client`` is
+        """Update cancellation, expiry, and the limits for lines sent from now on. ``client`` is
         ``None`` if its key was removed; then the caller must stop the run."""
         self._client = client or self._client
         if record.cancelling and not self._record.cancelling:
@@ -162,8 +145,7 @@ class BatchRun:
             self._ending.set()
 
     async def run(self) -> None:
-        """Run it to its end. Raises Exception: the run failed, because of the disk for example. No
-        written result is lost, and the batch can be run again."""
+        """Run it to its end. If it raises, no written result is lost, and it can be run again."""
         try:
             self._resources.metrics.running.inc()
             if self._record.status is Status.VALIDATING and not await self._check():
@@ -179,7 +161,6 @@ class BatchRun:
             await self._store.ask(BatchState.release, self._record.id)
 
     async def _check(self) -> bool:
-        """Whether the input is valid. Otherwise the batch fails."""
         config, record = self._resources.config, self._record
         checked = await self._store.read(
             record.input_file_id,
@@ -198,7 +179,6 @@ class BatchRun:
         return False
 
     async def _answer(self) -> None:
-        """Run the lines without a result until all have one, or until the batch must end."""
         work = asyncio.create_task(self._run_lines())
         ending = asyncio.create_task(self._ending.wait())
         try:
@@ -343,15 +323,8 @@ class _Running(NamedTuple):
 class Runner:
     """Runs batches in one router; the runners of all routers share all batches.
 
-    Each looks every :data:`POLL_S` for batches that no living router runs, and claims some while it
-    has free slots. So a new batch starts at once in the router where it was created, and a batch
-    whose router died resumes on another one after :data:`POLL_S`.
-
-    Args:
-        holder: finds the client with an owner's name. Batches of an owner without a client, such
-            as one whose key was removed, do not run; they only expire.
-        clock: monotonic seconds.
-    """
+    Each claims batches that no living router runs every :data:`POLL_S`. Batches whose owner (by
+    ``holder``) has no client any more do not run; they only expire."""
 
     def __init__(
         self,
@@ -377,8 +350,7 @@ class Runner:
         self._woken.set()
 
     async def stop(self) -> None:
-        """Release all batches. Their lines in flight run again, later or in another router.
-        Idempotent."""
+        """Release all batches; lines in flight run again, later or elsewhere. Idempotent."""
         task, self._task = self._task, None
         tasks = [running.task for running in self._runs.values()]
         tasks += [task] if task is not None else []
@@ -428,9 +400,8 @@ class Runner:
             running.task.cancel()
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
-        """Sort: batches that must end come first, as that is little work. Then one batch of each
-        owner before any owner's second, the running ones included; else the oldest first, which is
-        their given order."""
+        """Batches that must end, then one of each owner (running ones included), then the
+        oldest."""
         before = Counter(running.owner for running in self._runs.values())
         turns = []
         for record in waiting:
@@ -439,7 +410,6 @@ class Runner:
         return [record for *_, record in sorted(turns, key=lambda turn: turn[:2])]
 
     async def _try_to_run(self, record: BatchRecord) -> None:
-        """Run a batch if there is a slot for it, and no other router runs it."""
         resources = self._resources
         client = self._holder(record.owner)
         if self._is_to_end(record):

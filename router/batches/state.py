@@ -1,5 +1,4 @@
-"""The state of files and batches, in the routers' common database
-(:mod:`sluice.router.batches.state`)."""
+"""The state of files and batches, in the routers' common database."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ CREATE INDEX results_of ON results (batch_id, ok);
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database at ``path``, which is created if it is missing. One thread at a time may
-    use it. Raises sqlite3.Error, OSError: it cannot be opened, or is of another version."""
+    """Open the database, created if missing, for one thread at a time. Raises sqlite3.Error,
+    OSError."""
     if not path.exists():  # never later: closing a file would release SQLite's locks on it
         os.close(open_private(path))
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -99,8 +98,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def changing(db: sqlite3.Connection) -> Iterator[None]:
-    """Several changes in one transaction, which is durable at its end, or rolled back. A single
-    change is a transaction of its own."""
+    """Several changes in one transaction, durable at its end or rolled back."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -114,14 +112,8 @@ def changing(db: sqlite3.Connection) -> Iterator[None]:
 def page_of(
     db: sqlite3.Connection, select: str, table: str, where: str, values: list[Any], page: Page
 ) -> tuple[list[Any], bool]:
-    """A page of what ``select`` finds in a table by creation time, and whether there is more.
-
-    Args:
-        where: condition of the rows, with ``values`` for its parameters.
-
-    Raises:
-        ApiError: the object after which the page begins does not exist.
-    """
+    """A page by creation time, and whether there is more. ``where`` is SQL with ``values``. Raises
+    :class:`ApiError`: the object after which the page begins does not exist."""
     side, order = ("<", "DESC") if page.newest_first else (">", "ASC")
     if page.after is not None:
         start = db.execute(
@@ -162,8 +154,7 @@ _UNUSED: Final = """NOT EXISTS (SELECT 1 FROM batches b WHERE b.ended_s IS NULL
 
 
 class Result(NamedTuple):
-    """The result of a line: ``entry`` with its line feed, for the output or, if not ``ok``, for the
-    errors. ``line`` is the number of the line in the input, from 1."""
+    """A line's result: ``entry`` with line feed, an error unless ``ok``; ``line`` from 1."""
 
     line: int
     ok: bool
@@ -175,16 +166,8 @@ class BatchLostError(Exception):
 
 
 class BatchState:
-    """The database at ``path``, which is created if it is missing. All methods block; one thread at
-    a time may call them.
-
-    Args:
-        router: the router that uses it, see :class:`sluice.router.batches.byte_store.Routers`.
-        now: Unix seconds.
-
-    Raises:
-        sqlite3.Error, OSError: the database cannot be opened, or is of another version.
-    """
+    """The database of one ``router``, created if missing. All methods block; one thread at a time.
+    Raises sqlite3.Error, OSError: it cannot be opened, or is of another version."""
 
     def __init__(
         self, config: BatchesConfig, path: Path, router: int, now: Callable[[], float]
@@ -207,8 +190,7 @@ class BatchState:
         self._begin(file, None)
 
     def finish_upload(self, file: FileRecord) -> None:
-        """Make an upload visible, whose bytes are complete. Raises ApiError: it exceeds a limit,
-        which the message names."""
+        """Make a complete upload visible. Raises ApiError: it exceeds a limit."""
         with changing(self._db):
             uploads = self._number_of(file.owner, "batch")
             if uploads >= MAX_FILES:
@@ -236,8 +218,7 @@ class BatchState:
         self._db.execute("UPDATE files SET state = 'deleted' WHERE id = ?", (file_id,))
 
     def unused_files(self, file_id: str | None = None) -> list[str]:
-        """Ids of files whose bytes can be deleted, only ``file_id`` if it is given: deleted and
-        expired ones, and leftovers of crashes."""
+        """Ids of files (or only ``file_id``) deleted, expired or left over by crashes."""
         now_s = self._now()
         orphan_s = now_s - ORPHAN_S
         with changing(self._db):
@@ -261,8 +242,7 @@ class BatchState:
     # Batches.
 
     def add_batch(self, batch: BatchRecord) -> None:
-        """Add a new batch. Raises ApiError: it exceeds a limit, or its input has just been
-        deleted."""
+        """Add a batch. Raises ApiError: it exceeds a limit, or its input was just deleted."""
         with changing(self._db):
             self._check_space(batch.owner)
             (unfinished,) = self._db.execute(
@@ -325,8 +305,7 @@ class BatchState:
         return None if row is None else row[0]
 
     def claim(self, batch_id: str, before: int | None) -> BatchRecord | None:
-        """Become the holder of a batch, if its holder is still ``before`` and it has not ended.
-        Returns its current record."""
+        """Become a batch's holder if it is still ``before`` and not ended; its record."""
         changed = self._db.execute(
             "UPDATE batches SET holder = ? WHERE id = ? AND holder IS ? AND ended_s IS NULL",
             (self._router, batch_id, before),
@@ -375,8 +354,7 @@ class BatchState:
             )
 
     def results(self, batch_id: str, ok: bool, after: int) -> tuple[list[bytes], int]:
-        """Some entries of the output or the errors, in the order in which the lines ended, and the
-        place ``after`` which the next ones are; the first are after 0."""
+        """Some entries in the order of ending, and the place ``after`` which more are."""
         rows = self._db.execute(
             "SELECT n, entry FROM results WHERE batch_id = ? AND ok = ? AND n > ?"
             " ORDER BY n LIMIT ?",
@@ -413,9 +391,8 @@ class BatchState:
     # Upkeep.
 
     def sweep(self) -> bool:
-        """Delete batches past their retention, and results of batches that have ended. Returns
-        whether there may be more results to delete: a large transaction would keep others waiting.
-        """
+        """Delete expired batches and results of ended ones; whether there may be more, as a large
+        transaction would keep others waiting."""
         with changing(self._db):
             self._db.execute(
                 "DELETE FROM batches WHERE ended_s <= ?", (self._now() - self._config.retention_s,)
@@ -439,10 +416,7 @@ class BatchState:
     # Parts.
 
     def _check_space(self, owner: str) -> None:
-        """Raises:
-        ApiError: the files and results of ``owner``, or of all, use all the space that they may
-            use, or the disk is nearly full.
-        """
+        """Raises ApiError: no space left for ``owner`` or for all, or the disk is nearly full."""
         limits = self._config
         used = self._used("WHERE owner = ?", owner)
         if used > limits.max_bytes_per_key:

@@ -1,16 +1,11 @@
-"""Files and batches that router replicas share: their state and their bytes.
+"""Files and batches that router replicas share::
 
-::
+    <directory>/state.sqlite3    the state
+    <directory>/routers          locked by the routers that are alive
+    <directory>/files/<id>       bytes of files, or <url>/<id>
 
-    <directory>/state.sqlite3    the state, see :mod:`sluice.router.batches.state`
-    <directory>/routers          locked by the routers that are alive, see :mod:`.folders`
-    <directory>/files/<id>       bytes of files, or <url>/<id>, see :mod:`.byte_store`
-
-The directory must be on a file system with POSIX locks: a local disk, or a network file system that
-has them. If the bytes are in a bucket, the directory still holds the state: routers on several
-nodes must share it, and if it is lost, so are all files and batches; the bucket has bytes without
-names.
-"""
+The directory needs a file system with POSIX locks, shared by the routers of several nodes, also
+when the bytes are in a bucket: without the state they have no names."""
 
 from __future__ import annotations
 
@@ -47,8 +42,7 @@ class Threads:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="batches")
 
     async def run(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``function`` in a thread. If cancelled, this waits for its end first, so that a
-        file is never closed while it is used."""
+        """Call ``function`` in a thread. Cancelled, it waits, so that no file is closed in use."""
         loop = asyncio.get_running_loop()
         call = loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
         try:
@@ -77,19 +71,9 @@ _log = logging.getLogger(__name__)
 
 
 class Store:
-    """The files and batches of one configuration. Any number of routers may have it open; a router
-    uses it from one event loop.
-
-    A method raises :class:`ApiError` if the disk is full, and :class:`OSError` if the disk, the
-    database or the bucket fails.
-
-    Args:
-        directory: the folder; it is created if it is missing.
-        now: Unix seconds.
-
-    Raises:
-        OSError: the folder cannot be used, or its database is damaged or of another version.
-    """
+    """The files and batches of one configuration, used from one event loop per router. Methods
+    raise :class:`ApiError` if the disk is full, and :class:`OSError` if disk, database or bucket
+    fails or the database is of another version."""
 
     def __init__(self, config: BatchesConfig, directory: Path, now: Callable[[], float]) -> None:
         self._retention_s = config.retention_s
@@ -129,8 +113,7 @@ class Store:
     # Files.
 
     async def begin_upload(self, owner: str) -> Upload:
-        """Begin an upload of ``owner``; pass what it gives to :meth:`BatchState.finish_upload`.
-        Raises ApiError: there is no space for any."""
+        """Begin an upload for :meth:`BatchState.finish_upload`. Raises ApiError: no space."""
         file = self._file(new_file_id(), owner, "", "batch", self._retention_s)
         await self.ask(BatchState.begin_upload, file)
         return await self._upload(file)
@@ -164,8 +147,7 @@ class Store:
     # Batches.
 
     async def claim(self, batch_id: str) -> BatchRecord | None:
-        """Become the router that runs a batch, and return its current record; ``None`` if another
-        router that is alive runs it, or it has ended."""
+        """Become a batch's router; ``None`` if another living one runs it, or it has ended."""
         holder = await self.ask(BatchState.holder, batch_id)
         # This router asks only for batches that it does not run.
         if holder not in (None, self._routers.id) and self._routers.alive(holder):
@@ -173,8 +155,7 @@ class Store:
         return await self.ask(BatchState.claim, batch_id, holder)
 
     async def write_results(self, batch: BatchRecord, ok: bool) -> FileRecord | None:
-        """Write the output or the errors of a batch to a file, for :meth:`BatchState.end`;
-        ``None`` if there are none. Doing it again, also in another router, gives the same file."""
+        """Write output or errors, ``None`` if none. Repeated, in any router: the same file."""
         entries, place = await self.ask(BatchState.results, batch.id, ok, 0)
         if not entries:
             return None
@@ -198,8 +179,7 @@ class Store:
     # Upkeep.
 
     async def sweep(self) -> None:
-        """Delete expired files and batches, and leftovers of crashes. Any router may call this at
-        any time."""
+        """Delete expired files, batches and leftovers of crashes; any router, any time."""
         await self.delete_unused()
         while await self.ask(BatchState.sweep):
             pass

@@ -1,9 +1,7 @@
-"""The messages of Envoy's external processing service, as far as an endpoint picker needs them.
+"""The messages of Envoy's external processing service that an endpoint picker needs.
 
-Fields and their numbers are those of ``envoy.service.ext_proc.v3`` (API of Envoy 1.40) and
-``envoy.config.core.v3``; fields that are not listed are skipped when a message is decoded. What
-decoding returns has been checked and is plain Python.
-"""
+Numbers are those of ``envoy.service.ext_proc.v3`` and ``envoy.config.core.v3`` (Envoy 1.40); other
+fields are skipped. Decoded messages are checked."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ MAX_HEADER_BYTES: Final = 64 << 10
 """Maximum names and values of the headers of one message, bytes. Envoy's default is 60 KiB."""
 
 ENDPOINT_KEY: Final = "x-gateway-destination-endpoint"
-"""Header and key of the dynamic metadata that name the chosen endpoint, as the endpoint picker
-protocol of the Gateway API Inference Extension has them."""
+"""Header and metadata key of the chosen endpoint (Gateway API Inference Extension)."""
 
 ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
@@ -61,8 +58,7 @@ _FIELDS: Final = {
     "response_trailers=6:PartResponse immediate_response=7:ImmediateResponse "
     "dynamic_metadata=8:bytes",
 }
-"""Message -> its fields: name, number and type; ``*``: repeated. On the wire a message is bytes,
-and an enumeration a number, so a ``google.protobuf.Struct`` is bytes here."""
+"""Message -> name, number and type of fields; ``*``: repeated. A nested message is bytes."""
 
 _OVERWRITE: Final = 2
 
@@ -118,16 +114,9 @@ class Part(enum.StrEnum):
 
 
 class Received(NamedTuple):
-    """A message of Envoy.
-
-    Attributes:
-        headers: of a part that is headers.
-        body: of a part that is a body.
-        ends: the request or the response has nothing more.
-        modes: how bodies of requests and of responses come. The first message has them; ``None``:
-            Envoy is too old to have them.
-        subset: the endpoints that may be chosen, ``HOST:PORT`` or ``HOST``; ``None``: any.
-    """
+    """A message of Envoy. ``ends``: nothing more follows; ``modes``: how bodies come (first
+    message; ``None``: Envoy is too old); ``subset``: allowed ``HOST:PORT`` or ``HOST``, ``None``:
+    any."""
 
     part: Part
     headers: Headers = ()
@@ -142,9 +131,8 @@ class MalformedError(ValueError):
 
 
 def decode(data: bytes) -> Received:
-    """A message that Envoy sent. ``O(len(data))``. Raises MalformedError: it is none, it has no
-    part or several, or its headers are too many, too long or no HTTP headers; or Envoy would ignore
-    the answer."""
+    """A message that Envoy sent, ``O(len(data))``. Raises MalformedError, also for one whose answer
+    Envoy would ignore."""
     message = CLASSES["ProcessingRequest"]()
     try:
         message.ParseFromString(data)
@@ -204,12 +192,8 @@ def answer(
     endpoint: str = "",
     clears: bool = False,
 ) -> bytes:
-    """The answer to a part that continues, with these headers set and removed.
-
-    Args:
-        endpoint: the chosen one, in the dynamic metadata.
-        clears: the part is a body that came as a whole, and the endpoint gets none.
-    """
+    """The answer to a part that continues. ``endpoint`` goes to the dynamic metadata; ``clears``:
+    the endpoint gets none of this whole body."""
     response = CLASSES["ProcessingResponse"]()
     answered = getattr(response, part.value)
     answered.SetInParent()

@@ -48,12 +48,8 @@ _LENGTH: Final = frozenset((b"content-length",))
 
 
 class Pick(NamedTuple):
-    """A replica has begun the answer, and sends it to the reader with the ticket.
-
-    Attributes:
-        endpoint: ``HOST:PORT``.
-        headers: for the response, which the replica does not know.
-    """
+    """A replica at ``endpoint`` (``HOST:PORT``) has begun the answer and sends it to the reader
+    with the ticket; it does not know these ``headers`` of the response."""
 
     endpoint: str
     ticket: str
@@ -80,8 +76,7 @@ def _without(left_out: Collection[bytes], headers: Headers) -> Headers:
 
 
 def scope_of(headers: Headers) -> dict[str, Any]:
-    """The ASGI scope of a request, with Envoy's pseudo headers. Raises MalformedError: a pseudo
-    header is missing or invalid."""
+    """The ASGI scope of a request. Raises MalformedError: a bad pseudo header."""
     pseudo = {name: value for name, value in headers if name.startswith(b":")}
     try:
         method = pseudo[b":method"].decode("ascii")
@@ -112,20 +107,10 @@ def scope_of(headers: Headers) -> dict[str, Any]:
 
 
 class AppCall:
-    """A request in the application. Construct it on the event loop that runs the application.
+    """A request in the application, constructed on its event loop, for one of ``endpoints``.
 
-    Args:
-        endpoints: one of which must serve it; ``None``: any.
-
-    Attributes:
-        outcome: the application's answer, once a replica sends it or it is complete; ``None``: the
-            client had left before.
-        task: runs the application; it ends with the response.
-        broken: a stream broke after :class:`Pick`.
-
-    Raises:
-        MalformedError: the headers are no request's.
-    """
+    ``outcome`` is ``None`` if the client had left before; ``broken``: a stream broke after
+    :class:`Pick`. Raises :class:`MalformedError`: the headers are no request's."""
 
     def __init__(
         self, app: ASGIApp, headers: Headers, endpoints: Collection[str] | None = None
@@ -145,8 +130,7 @@ class AppCall:
         self.task = asyncio.create_task(self._run(app, scope))
 
     async def wanted(self) -> None:
-        """Return when the application reads the request's body. A request that it refuses before
-        takes no memory for one."""
+        """Wait until the application reads the body: a request refused before takes no memory."""
         await self._wanted.wait()
 
     async def feed(self, body: bytes, ends: bool) -> None:
@@ -173,7 +157,6 @@ class AppCall:
         return whole_of(error, self._spoken)
 
     async def _receive(self) -> Message:
-        """ASGI's ``receive``."""
         self._wanted.set()
         body = asyncio.ensure_future(self._body.get())
         over = asyncio.ensure_future(self._over.wait())
@@ -188,7 +171,6 @@ class AppCall:
             over.cancel()
 
     async def _send(self, message: Message) -> None:
-        """ASGI's ``send``."""
         if message["type"] == "http.response.start":
             self._status, self._headers = message["status"], list(message.get("headers", ()))
             fetch = next((value for name, value in self._headers if name == _STREAM), None)
@@ -216,8 +198,7 @@ REQUEST_S: Final = 60.0
 """Longest wait for the next message of a request that is not complete, seconds."""
 
 LINGER_S: Final = 600.0
-"""Longest wait for the end of Envoy's stream after the end of the call, seconds: Envoy may hold the
-end of a response for a slow client."""
+"""Longest wait for the end of Envoy's stream, seconds: it may hold an end for a slow client."""
 
 SECRETS: Final = ("authorization", *KEY_HEADERS)
 """Headers that endpoints do not get: the router has checked them."""
@@ -235,14 +216,8 @@ class BrokenError(Exception):
 
 
 class Exchange:
-    """Answers one stream of messages.
-
-    Args:
-        app: the router's application.
-        calls: holds the call while the application runs it, which may be longer than this stream.
-        read: Envoy's messages.
-        write: sends an answer.
-    """
+    """Answers one stream of messages. ``calls`` holds the call while the application runs it, which
+    may be longer than this stream."""
 
     def __init__(
         self, app: ASGIApp, calls: set[asyncio.Task[None]], read: Read, write: Write
@@ -261,12 +236,7 @@ class Exchange:
 
     async def run(self) -> None:
         """Return when Envoy has ended the stream, or has an answer in place of the endpoint's.
-
-        Raises:
-            MalformedError: Envoy sent something else than the protocol has.
-            TimeoutError: it did not complete a request.
-            BrokenError: see there.
-        """
+        Raises MalformedError, BrokenError, or TimeoutError: no complete request."""
         async with asyncio.timeout(REQUEST_S):
             first = await self._next()
         if first is None:
@@ -345,7 +315,6 @@ class Exchange:
         return True
 
     async def _follow(self, call: AppCall) -> None:
-        """Take Envoy's messages after the first, until it sends no more."""
         complete = not self._has_body
         while True:
             if not complete:
@@ -370,7 +339,6 @@ class Exchange:
             await self._respond(received)
 
     async def _respond(self, received: Received) -> None:
-        """Answer a part of the response."""
         headers: Headers = ()
         if received.part is Part.RESPONSE_HEADERS:
             self._responded = True
@@ -435,14 +403,8 @@ _log = logging.getLogger(__name__)
 
 
 class PickerServer:
-    """Listens for Envoy's external processing streams, and runs their requests in an application.
-
-    Args:
-        app: the router's application.
-        healthy: raises :class:`ApiError` if no replica takes requests.
-        max_body_bytes: of a request.
-        max_in_flight: requests that the application takes.
-    """
+    """Listens for Envoy's external processing streams, and runs their requests in ``app``;
+    ``healthy`` raises :class:`ApiError` if no replica takes requests."""
 
     def __init__(
         self,
@@ -459,8 +421,7 @@ class PickerServer:
         self._server: Any = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, which the system chooses if it is 0. Routers of one node share
-        a port. Raises OSError: the port cannot be used."""
+        """Listen; the port, which a node's routers may share. Raises OSError."""
         self._server = server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", self._max_message_bytes),
@@ -493,8 +454,6 @@ class PickerServer:
             await asyncio.wait(tuple(self._calls), timeout=DRAIN_S)
 
     async def _process(self, _: AsyncIterator[bytes], context: Any) -> None:
-        """One stream."""
-
         async def read() -> bytes | None:
             data = await context.read()
             return None if data is grpc.aio.EOF else data

@@ -126,8 +126,7 @@ _ENTRIES: TypeAdapter[tuple[SecretStr | ApiKey, ...]] = TypeAdapter(tuple[KeyEnt
 
 
 def digest_of(entry: SecretStr | ApiKey) -> bytes:
-    """SHA-256 of the key. A key is random and long, so it cannot be guessed: the slow digests that
-    passwords need would only cost each request time."""
+    """SHA-256 of the key; it is random and long, so a slow digest would only cost time."""
     if isinstance(entry, ApiKey) and entry.sha256 is not None:
         return bytes.fromhex(entry.sha256)
     text = _text_of(entry)
@@ -149,8 +148,7 @@ def client_of(entry: SecretStr | ApiKey) -> Client:
 def check_entries(
     entries: Sequence[SecretStr | ApiKey], classes: Collection[str], where: str
 ) -> None:
-    """Check conditions over all entries. ``where`` names the list in messages. Raises ValueError: a
-    condition fails; the message contains no key."""
+    """Check all entries. Raises ValueError, without any key in the message."""
     for entry in entries:
         _check_text(_text_of(entry), where)
     if len({digest_of(entry) for entry in entries}) < len(entries):
@@ -168,17 +166,15 @@ def check_entries(
 
 
 def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:
-    """Check a list of keys that cannot have limits, as these would have no effect. Raises
-    ValueError: an entry has limits."""
+    """Check a list of keys that cannot have limits. Raises ValueError."""
     for entry in entries:
         if isinstance(entry, ApiKey) and "limits" in entry.model_fields_set:
             raise ValueError(f"an entry of {where} may have only key or sha256, and name")
 
 
 def parse_keys(raw: bytes, classes: Collection[str] | None) -> tuple[SecretStr | ApiKey, ...]:
-    """Parse the content of a key file: a YAML list like `router.api_keys`. Keys may have no limits
-    if ``classes`` is ``None``. Raises ValueError: the content is invalid; the message contains no
-    key."""
+    """Parse a key file: a YAML list like `router.api_keys`, without limits if ``classes`` is
+    ``None``. Raises ValueError, without any key in the message."""
     try:
         data = yaml.load(raw.decode("utf-8"), Loader=_Loader)
     except UnicodeDecodeError:
@@ -275,25 +271,12 @@ class _Accepted(NamedTuple):
 class KeyRing:
     """The accepted keys and their clients. A ring without keys and file accepts every request.
 
-    Only digests are kept. A key is looked up by a digest of its digest, keyed with a secret of this
-    process, so a client that guesses keys controls neither the digest that its guess is compared
-    with nor how long that takes. ``O(1)``, however many keys there are.
+    Only digests are kept, looked up by a keyed digest, so that guesses control neither comparisons
+    nor their time. ``O(1)``. :meth:`watch` opens the file by its path each time, as a mounted
+    secret is a symbolic link; an unusable file changes nothing.
 
-    The file is read at the start, and then by :meth:`watch`, by its path each time: a mounted
-    secret is a symbolic link whose target changes. An unusable file changes nothing.
-
-    Args:
-        entries: keys from the configuration.
-        file: more keys: a YAML list of such entries.
-        classes: the service classes that entries may name. ``None`` for keys without limits, as
-            are keys that give no access to models.
-        ring: what the keys give access to, for logs and metrics.
-        metrics: counts the loads of the file.
-
-    Raises:
-        ValueError: the file cannot be used; the message gives the reason, without any key.
-        OSError: it cannot be read.
-    """
+    ``classes`` is ``None`` for keys without limits. Raises ValueError: the file cannot be used (no
+    key is in the message); OSError."""
 
     def __init__(
         self,
@@ -334,8 +317,7 @@ class KeyRing:
         return len(self._keys.holders)
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """The client that sent these raw request headers (lower-case names). Raises ApiError:
-        401."""
+        """The client of raw request headers (lower-case names). Raises ApiError: 401."""
         if self.accepts_anyone:
             return ANYONE
         client = self.find(bearer_of(headers))
@@ -352,8 +334,7 @@ class KeyRing:
         return found[1]
 
     def holder(self, owner: str) -> Client | None:
-        """The client with this :attr:`~sluice.router.tenancy.limits.Client.owner`; ``None`` if it
-        no longer has a key."""
+        """The client that is this ``owner``; ``None`` if it no longer has a key."""
         if self.accepts_anyone:
             return ANYONE if owner == ANYONE.owner else None
         return self._keys.clients.get(owner)
@@ -365,10 +346,7 @@ class KeyRing:
             await self.reload()
 
     async def reload(self) -> bool:
-        """Read the file. Returns whether its keys are now in use; if not, the reason is logged.
-
-        Refused content is not parsed again until the file has changed.
-        """
+        """Read the file; whether its keys are now in use. Refused content is parsed only once."""
         assert self._file is not None
         try:
             raw = await asyncio.to_thread(_read, self._file)
@@ -395,7 +373,6 @@ class KeyRing:
         return True
 
     def _keep(self, error: Exception) -> bool:
-        """Log why the file cannot be used, once per reason."""
         # The text of any other error may contain a key.
         told = isinstance(error, ValueError | OSError)
         trouble = str(error) if told else f"reading it failed with a {type(error).__name__}"
@@ -412,8 +389,7 @@ class KeyRing:
         return False
 
     def _load(self, raw: bytes) -> _Accepted:
-        """The keys of the configuration and of a file with this content. Raises ValueError: the
-        file cannot be used."""
+        """The keys of configuration and file content. Raises ValueError."""
         entries = self._entries + parse_keys(raw, self._classes)
         check_entries(entries, self._classes or (), "the configuration and the file together")
         return self._accepted(entries)

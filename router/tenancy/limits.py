@@ -143,8 +143,7 @@ class TenantLimits(BaseModel):
     )
 
     def floor_ms(self, field: str) -> float | None:
-        """Tightest allowed value of an objective, ms. The first token is no later than the last, so
-        the floor of the TTFT also applies to an end-to-end objective."""
+        """Tightest allowed objective, ms; the TTFT's floor also applies to end-to-end."""
         if field == wire.TTFT:
             return self.min_ttft_ms
         if field == wire.TPOT:
@@ -159,14 +158,8 @@ NO_CAPS: Final = TenantLimits()
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The client of a request.
-
-    Attributes:
-        name: for metrics; never the key.
-        owner: identifies the client in storage. It stays the same as long as the key's name, or if
-            it has none, the key itself. Not secret.
-        caps: its limits.
-    """
+    """The client of a request. ``name`` is for metrics, never the key. ``owner``, not secret,
+    identifies it in storage: by the key's name, or by the key if that has none."""
 
     name: str = UNNAMED
     owner: str = "anyone"
@@ -178,9 +171,8 @@ class Client:
         return 0 if self == ANYONE else _tenant_of(self.owner)
 
     def may_hold(self, held: float, free: float, part: float) -> bool:
-        """Whether it may use more of a router's resource, of which it holds ``held`` while ``free``
-        is unused; see :func:`sluice.scheduling.tenancy.fair_shares.has_room`. Without keys, all
-        requests are of one client, which may use all of it."""
+        """Whether it may use more of a router's resource, see ``fair_shares.has_room``; without
+        keys one client may use all."""
         return self == ANYONE or has_room(held, free, self.caps.weight, part)
 
 
@@ -195,15 +187,8 @@ def _tenant_of(owner: str) -> int:
 
 
 class LimitCheck:
-    """Applies its client's limits to one request.
-
-    ``said_in`` names the field or header in which the client stated a value; ``None`` if it stated
-    none and a class presets it.
-
-    Attributes:
-        clamped: the values that the limits changed, as changed: ``{"priority": "4", "ttft_ms":
-            "500"}``.
-    """
+    """Applies its client's limits to one request, and notes what they ``clamped``. ``said_in`` is
+    the field or header of the value, ``None`` if a class presets it."""
 
     def __init__(self, caps: TenantLimits) -> None:
         self._caps = caps
@@ -268,8 +253,7 @@ class _Limit(NamedTuple):
 
 
 class _Account(Bucket):
-    """A router's own view of a bucket. ``unsent`` is the use not yet reported to the
-    controller."""
+    """A router's view of a bucket; ``unsent`` use is not yet reported."""
 
     __slots__ = ("full_per_s", "unsent")
 
@@ -279,7 +263,6 @@ class _Account(Bucket):
         self.unsent = 0.0
 
     def use(self, amount: float) -> None:
-        """Add ``amount``, to be reported to the controller."""
         self.add(amount)
         self.unsent += amount
 
@@ -311,14 +294,9 @@ class Charge:
     ) -> None:
         """The request is over: return unused tokens. Only the first call has an effect.
 
-        Args:
-            head: of the response, if a replica has answered.
-            tail: of the response, if it has ended by itself.
-            output_tokens: sent output tokens, used if the engine has not reported its count;
-                ``None`` if the sent tokens do not show how many were generated, as with a response
-                that is sent whole: then the whole reservation counts.
-            left: the client left, so a replica may have computed tokens that were not reported.
-        """
+        ``head`` and ``tail`` are those of the response. Without the engine's count
+        ``output_tokens`` count; ``None``: the whole reservation. ``left``: the client left, and
+        unreported tokens may have been computed."""
         settle, self._settle = self._settle, None
         if settle is None:
             return
@@ -341,17 +319,8 @@ NO_CHARGE: Final = Charge()
 
 
 class RateLimiter:
-    """Enforces clients' rate limits. One per router process. ``O(1)`` for a request.
-
-    Its memory is bounded by the number of recently active clients.
-
-    Args:
-        share: exchanges uses with the controller. Without it, and while it does not answer, the
-            router grants only its own part of each rate: the limit divided by the number of
-            routers.
-        routers: number of routers.
-        clock: monotonic seconds.
-    """
+    """Enforces clients' rate limits, ``O(1)`` per request; memory grows with recently active
+    clients. Without the controller's ``share``, each limit is divided by ``routers``."""
 
     def __init__(
         self,
@@ -370,15 +339,8 @@ class RateLimiter:
         self._take("requests", client, 1)
 
     def reserve(self, client: Client, prompt_tokens: int, output_tokens: int) -> Charge:
-        """Reserve tokens for a request: its prompt's, and as many as it may generate.
-
-        A request that needs more than the bucket's size is admitted when the bucket is empty, and
-        later requests wait for longer: otherwise a limit could not be smaller than the longest
-        request.
-
-        Raises:
-            ApiError: 429, too few tokens are left.
-        """
+        """Reserve tokens for a request: its prompt's, and as many as it may generate. One above the
+        bucket's size waits for an empty bucket. Raises :class:`ApiError`: 429."""
         if client.caps.tokens_per_minute is None:
             return NO_CHARGE
         tokens = prompt_tokens + output_tokens
@@ -473,7 +435,6 @@ class RateLimiter:
     def _settle(
         self, client: Client, taken_from: _Account, mark: int, tokens: float, used: float
     ) -> None:
-        """Settle a request that reserved ``tokens`` and used ``used``."""
         limit = _limit_of("tokens", client.caps)
         assert limit is not None
         account = self._account("tokens", client, limit, self._clock())

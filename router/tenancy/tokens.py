@@ -49,16 +49,14 @@ MAX_ISSUERS: Final = 8
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]
-"""Signatures that are verified with a public key. `none` and the HMACs (`HS256`) cannot be
-configured: whoever can verify those can also make them."""
+"""Public-key signatures only: whoever can verify HMACs can also make them."""
 
 _Claim = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def check_url(url: str) -> str:
-    """Check that the signing keys may be read from ``url``, and return it. Raises ValueError: it is
-    no https URL. On this machine, http is sufficient: over a network, whoever could change the
-    answer could sign tokens."""
+    """Check that keys may be read from ``url``: https, or http on this machine, as whoever could
+    change the answer could sign tokens. Raises ValueError."""
     parts = urlsplit(url)
     is_safe = parts.scheme == "https" or (
         parts.scheme == "http" and is_loopback(parts.hostname or "")
@@ -137,14 +135,7 @@ class TokenIssuer(BaseModel):
 
 
 def check_issuers(issuers: Mapping[str, TokenIssuer], classes: Collection[str]) -> None:
-    """Check conditions over all issuers.
-
-    Args:
-        classes: names of the service classes.
-
-    Raises:
-        ValueError: a condition fails.
-    """
+    """Check conditions over all issuers. Raises :class:`ValueError`."""
     bad = [name for name in issuers if not LABEL.fullmatch(name)]
     if bad:
         raise ValueError(f"names of issuers must match {LABEL.pattern}, got {bad}")
@@ -169,19 +160,16 @@ LEEWAY_S: Final = 30.0
 """Tolerance for differences between the clocks, for ``exp``, ``nbf`` and ``iat``, seconds."""
 
 REFRESH_S: Final = 300.0
-"""Interval at which the signing keys are read, seconds: a key that the issuer withdraws is accepted
-for that long."""
+"""Interval of reading keys, seconds: a withdrawn key is accepted for that long."""
 
 STALE_S: Final = 21_600.0
-"""How long the keys are used while they cannot be read again, seconds. After that, tokens get
-503."""
+"""How long keys that cannot be read again are used, seconds; then 503."""
 
 TIMEOUT_S: Final = 5.0
 """Timeout of each read of the keys, seconds."""
 
 MIN_PAUSE_S: Final = 10.0
-"""Minimum time between two reads that tokens with unknown keys cause, and from a failed read to the
-next one, seconds."""
+"""Minimum pause after a failed read, or between reads for unknown keys, seconds."""
 
 MAX_BYTES: Final = 256 << 10
 """Maximum size of an answer of an issuer."""
@@ -231,13 +219,7 @@ class IssuerMetrics:
 
 
 class SigningKeys:
-    """The signing keys of one issuer. :meth:`find` is ``O(1)``; memory is bounded by
-    :data:`MAX_KEYS`.
-
-    Args:
-        name: of the issuer, for logs and metrics.
-        clock: monotonic seconds.
-    """
+    """The signing keys of one issuer. :meth:`find` is ``O(1)``; at most :data:`MAX_KEYS`."""
 
     def __init__(
         self,
@@ -257,8 +239,7 @@ class SigningKeys:
         self._pending = False  # a read is wanted or in progress
 
     def find(self, key_id: str, algorithm: str) -> PyJWK | None:
-        """The key; ``None`` if the issuer does not publish it for this algorithm. Raises ApiError:
-        503, the keys are unknown or too old, or are being read."""
+        """The key; ``None``: not published. Raises ApiError: 503, unknown, old or being read."""
         now_s = self._clock()
         is_fresh = now_s - self._read_s <= STALE_S
         key = self._keys.get((key_id, algorithm))
@@ -287,8 +268,7 @@ class SigningKeys:
             await self.read()
 
     async def read(self) -> None:
-        """Read the keys once, in at most ``timeout_s``. After a failure, which is logged, the
-        earlier keys stay."""
+        """Read the keys once in ``timeout_s``; a logged failure keeps the earlier ones."""
         self._pending = True
         self._tried_s = self._clock()
         try:
@@ -310,7 +290,6 @@ class SigningKeys:
             self._wanted.clear()
 
     def _failed(self, error: Exception) -> None:
-        """Log a failed read, once per reason."""
         trouble = str(error) or type(error).__name__
         if trouble != self._trouble:
             self._trouble = trouble
@@ -320,8 +299,7 @@ class SigningKeys:
 
 
 async def _read_jwks(session: aiohttp.ClientSession, config: TokenIssuer) -> list[Any]:
-    """The issuer's keys as published. Raises ValueError: an answer is not what it should be.
-    OSError, aiohttp.ClientError: there is none."""
+    """The published keys. Raises ValueError, OSError, aiohttp.ClientError."""
     url = config.jwks_url
     if url is None:
         base = config.issuer.rstrip("/")
@@ -356,8 +334,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 def _usable(published: list[Any], config: TokenIssuer) -> dict[KeyName, PyJWK]:
-    """The keys that can verify signatures of the accepted algorithms; others are left out. Raises
-    ValueError: there are none."""
+    """The keys for accepted algorithms. Raises ValueError: there are none."""
     usable: dict[KeyName, PyJWK] = {}
     for entry in published:
         key_id = entry.get("kid") if isinstance(entry, dict) else None
@@ -414,8 +391,7 @@ _NO_TIMES: Final[Mapping[str, Any]] = {
     "verify_iat": False,
     "require": ["exp", "iss", "aud"],
 }
-"""The library checks all but the times: those are checked with the router's clock, so that a cached
-token and a new one expire alike."""
+"""Times are checked with the router's clock, so cached and new tokens expire alike."""
 
 
 class _Accepted(NamedTuple):
@@ -440,17 +416,11 @@ def is_token(bearer: bytes) -> bool:
 
 
 class TokenVerifier:
-    """Finds the clients of tokens. One per router process, used on its event loop.
+    """Finds the clients of tokens. One per router process, on its event loop.
 
-    ``O(1)``. An accepted token is kept by its digest until it expires, its key is withdrawn, or
-    :data:`MAX_CACHED` newer ones are accepted; a signature is verified once in that time.
-
-    Args:
-        issuers: by name.
-        registry: of the metrics of reading keys.
-        clock: monotonic seconds, for the age of keys.
-        unix_clock: Unix seconds, for the times in tokens.
-    """
+    ``O(1)``. An accepted token is kept by its digest (at most :data:`MAX_CACHED`) until it expires
+    or its key is withdrawn, and verified once in that time. ``unix_clock`` is for the times in
+    tokens."""
 
     def __init__(
         self,
@@ -471,8 +441,8 @@ class TokenVerifier:
         self._tenants: OrderedDict[str, tuple[Client, float]] = OrderedDict()
 
     def check(self, token: bytes) -> Client:
-        """The client of a token. Raises ApiError: 401, what is wrong with it. 403, its tenant has
-        no limits here. 503, the keys of its issuer are unknown."""
+        """The client of a token. Raises ApiError: 401, invalid; 403, no limits; 503, keys
+        unknown."""
         if len(token) > MAX_TOKEN_BYTES:
             raise refused(f"The token has {len(token)} bytes; allowed are {MAX_TOKEN_BYTES}.")
         digest = hashlib.sha256(token).digest()
@@ -491,9 +461,8 @@ class TokenVerifier:
         return accepted.client
 
     def holder(self, owner: str) -> Client | None:
-        """The tenant with this :attr:`~sluice.router.tenancy.limits.Client.owner`, with the limits
-        of its latest token; ``None`` if this router has accepted none, or its last one expired
-        more than :data:`REMEMBERED_S` ago."""
+        """The tenant that is this ``owner``, with its latest limits; ``None`` if none was accepted,
+        or the last expired over :data:`REMEMBERED_S` ago."""
         client, forget_s = self._tenants.get(owner, (None, 0.0))
         return client if self._now() < forget_s else None
 
@@ -509,7 +478,6 @@ class TokenVerifier:
         return accepted.issuer.keys.find(*accepted.key_name) is accepted.key
 
     def _verify(self, token: bytes, now_s: float) -> _Accepted:
-        """Verify a token. Raises ApiError: as :meth:`check`."""
         issuer, key_name = self._origin(token)
         key = issuer.keys.find(*key_name)
         if key is None:
@@ -537,8 +505,7 @@ class TokenVerifier:
         return _Accepted(_client_of(claims, issuer), until_s, issuer, key_name, key)
 
     def _origin(self, token: bytes) -> tuple[_Issuer, tuple[str, str]]:
-        """The issuer that a token names, and the name of its key there. Nothing is verified yet.
-        Raises ApiError: 401."""
+        """The unverified issuer and key name of a token. Raises ApiError: 401."""
         try:
             found = jwt.decode_complete(token, options={"verify_signature": False})
         except (PyJWTError, ValueError, TypeError):
@@ -568,15 +535,13 @@ def _malformed() -> ApiError:
 
 
 def _keep(kept: OrderedDict[Any, Any], key: object, value: object, most: int) -> None:
-    """Add an entry as the newest, and drop the oldest if there are more than ``most``."""
     kept[key] = value
     if len(kept) > most:
         kept.popitem(last=False)
 
 
 def _check_times(claims: Mapping[str, Any], now_s: float) -> float:
-    """Check ``exp``, ``nbf`` and ``iat``. Returns when the token ceases to be accepted. Raises
-    ApiError: 401."""
+    """Check ``exp``, ``nbf``, ``iat``; when it expires. Raises ApiError: 401."""
     for name in ("exp", "nbf", "iat"):
         value = claims.get(name, 0)
         if not isinstance(value, int | float) or not abs(value) < 1e12:
@@ -590,8 +555,7 @@ def _check_times(claims: Mapping[str, Any], now_s: float) -> float:
 
 
 def _client_of(claims: Mapping[str, Any], issuer: _Issuer) -> Client:
-    """The client of a verified token. Raises ApiError: 401, it names no tenant. 403, no limits are
-    configured for it."""
+    """The client of a verified token. Raises ApiError: 401, no tenant; 403, no limits."""
     config = issuer.config
     tenant = claims.get(config.tenant_claim)
     if not isinstance(tenant, str) or not 1 <= len(tenant) <= MAX_TENANT:
@@ -623,8 +587,7 @@ def _values(claims: Mapping[str, Any], claim: str) -> set[str]:
 
 
 def _label(tenant: str, digest: str) -> str:
-    """The tenant's name in metrics and logs: its own if that is a label, else one that resembles
-    it."""
+    """The tenant's name in metrics: its own if that is a label, else like it."""
     if LABEL.fullmatch(tenant) and tenant != UNNAMED:
         return tenant
     return re.sub(r"[^A-Za-z0-9_.-]", "_", f"t-{tenant[:40]}-{digest[:8]}")
@@ -643,8 +606,7 @@ class ApiClients:
         return self._keys.accepts_anyone and not self._tokens.has_issuers
 
     def check(self, headers: Iterable[tuple[bytes, bytes]]) -> Client:
-        """The client that sent these raw request headers (lower-case names). Raises ApiError: 401;
-        of a token also 403 and 503."""
+        """The client of raw headers (lower-case). Raises ApiError: 401; tokens: 403, 503."""
         if self.accepts_anyone:
             return ANYONE
         bearer = bearer_of(headers)
@@ -656,8 +618,7 @@ class ApiClients:
         raise unknown_key()
 
     def holder(self, owner: str) -> Client | None:
-        """The client with this :attr:`~sluice.router.tenancy.limits.Client.owner`; ``None`` if it
-        no longer has access."""
+        """The client that is this ``owner``; ``None`` if it no longer has access."""
         if self.accepts_anyone:
             return ANYONE if owner == ANYONE.owner else None
         return self._keys.holder(owner) or self._tokens.holder(owner)
