@@ -152,7 +152,7 @@ class EngineRequest:
     tail. The prompt is recomputed if ``kv_handle`` cannot be fetched. ``resume`` is what the
     client has already; ``resumable`` chunks say which tokens they carry. With ``confirm`` the
     first item is a ``ResponseTaken``. ``direct_patience_s``: the replica sends the stream to the
-    client, and gives up when nothing is read for so many seconds; ``None``: the caller gets it.
+    client, and gives up when nothing is read for that many seconds; ``None``: the caller gets it.
 
     ``tenant`` is a 63-bit hash; best-effort tenants take turns by ``weight`` (> 0). ``rank`` is
     of the engine with data parallelism; ``None``: the replica chooses."""

@@ -350,7 +350,7 @@ class ColdStarts:
 
 
 def _retrieved(task: asyncio.Task[None]) -> None:
-    """Mark a failure as retrieved, so that asyncio does not log it if nobody waits."""
+    """Mark a failure as retrieved, so that asyncio does not log it if no one waits."""
     if not task.cancelled():
         task.exception()
 
