@@ -21,14 +21,7 @@ REPLICAS = 3
 # decodes a replica has a quarter of its time for prompts, so mixed ones serve few prompts in time.
 FIELDS: dict[str, Any] = {
     "name": "elastic",
-    "controller": {
-        **PATIENT,
-        "roles": {
-            "gain": 0.0,
-            "memory_s": 2.0,
-            "smoothing_s": 1.0,
-        },
-    },
+    "controller": PATIENT,
     "engine": {
         "kind": "simulated",
         "model": "sim",
