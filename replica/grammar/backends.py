@@ -231,7 +231,8 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _rounded(value: float) -> bool:
-    """Whether guidance may write or compare another number: it has floats of at most 16 digits."""
+    """Whether a backend that has floats only, as guidance and xgrammar's bounds of ``number``, may
+    take another number for it."""
     return abs(value) > 1 << 53 if isinstance(value, int) else float(f"{value:.15g}") != value
 
 
