@@ -30,7 +30,8 @@ MAX_JOBS = 256
 
 @click.group(name="bench", context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
-    """Measure policies, and repeat the papers' experiments in the simulator."""
+    """Measure systems on this machine, and run experiments (`sluice bench list`) in the
+    simulator."""
 
 
 @bench.command(name="list")
@@ -67,7 +68,7 @@ def command_of(experiment: Experiment) -> click.Command:
     words += [f"\b\nExample:\n  sluice bench {experiment.name} --scale quick"]
     processors = {"default": min(os.cpu_count() or 1, MAX_JOBS), "show_default": "processors"}
 
-    @click.command(experiment.name, help="\n\n".join(words), short_help=experiment.question)
+    @click.command(experiment.name, help="\n\n".join(words), hidden=True)
     @number_option(
         "--seeds", default=experiment.seeds, least=1, most=1_000, words="How often each cell runs."
     )

@@ -14,55 +14,45 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from sluice.deploy.commands.admin import drain, status, top
-from sluice.deploy.commands.deploy import deploy
-from sluice.deploy.commands.offline import config, env, keys, policies
-from sluice.deploy.commands.options import CONTEXT
-from sluice.deploy.commands.profile import profile
-from sluice.deploy.commands.serve import serve
-
-_REGISTERED = "sluice.commands"
+_GROUP = "sluice.commands"
 """The group of entry points that name commands."""
+
+_MODULES = {
+    "serve": ("serve",),
+    "deploy": ("deploy",),
+    "admin": ("status", "top", "drain"),
+    "profile": ("profile",),
+    "offline": ("config", "env", "keys", "policies"),
+}
 
 
 class _Commands(click.Group):
-    """Imports a registered command where it is asked for: what measures takes as long as all the
-    rest."""
+    """Imports a command where it is asked for: all of them take a second."""
 
     @cached_property
-    def _registered(self) -> dict[str, EntryPoint]:
-        return {entry.name: entry for entry in entry_points(group=_REGISTERED)}
+    def _entries(self) -> dict[str, EntryPoint]:
+        own = {
+            name: EntryPoint(name, f"sluice.deploy.commands.{module}:{name}", _GROUP)
+            for module, names in _MODULES.items()
+            for name in names
+        }
+        return {entry.name: entry for entry in entry_points(group=_GROUP)} | own
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *self._registered])
+        return sorted(self._entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None or cmd_name not in self._registered:
-            return own
-        command: click.Command = self._registered[cmd_name].load()
+        entry = self._entries.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = entry.load()
         return command
 
 
-@click.group(cls=_Commands, context_settings=CONTEXT)
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="sluice")
 def main() -> None:
     """Sluice: an SLO-aware serving control plane for large language models on Ray."""
-
-
-for _command in (
-    serve,
-    deploy,
-    status,
-    top,
-    drain,
-    profile,
-    config,
-    env,
-    keys,
-    policies,
-):
-    main.add_command(_command)
 
 
 if __name__ == "__main__":

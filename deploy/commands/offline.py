@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from rich.table import Table
 
-from sluice.deploy.commands.options import CONFIG_FILE, CONTEXT, Exit, Failure, load
+from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure, load
 from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig, engine_faults, load_config
 from sluice.deploy.ray_start import TUNED
@@ -30,7 +30,7 @@ from sluice.scheduling.policy import Policy
 # ``sluice config``: check a configuration, show it whole, print its schema.
 
 
-@click.group(context_settings=CONTEXT)
+@click.group()
 def config() -> None:
     """Check a configuration, show it with every default, or print its schema."""
 
@@ -183,7 +183,7 @@ KEY_BYTES = 32
 """Random bytes of a new key."""
 
 
-@click.group(context_settings=CONTEXT)
+@click.group()
 def keys() -> None:
     """Make API keys and their digests, and check a file of them."""
 

@@ -40,9 +40,6 @@ class Failure(click.ClickException):
         self.passing = passing
 
 
-CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-"""Settings of every group; commands inherit them."""
-
 CONFIG_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 """A YAML configuration that exists."""
 
