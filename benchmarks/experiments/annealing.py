@@ -18,8 +18,7 @@ from sluice.benchmarks.experiments.grid import (
 )
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
 from sluice.benchmarks.report import Table
-from sluice.scheduling.batching.annealing import AnnealingOptions, Jobs, anneal, predict
-from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
+from sluice.scheduling.batching.annealing import Interaction, Jobs, Schedule, anneal, predict
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
 from sluice.simulation.metrics import TPOTMetric, attained, stages
@@ -29,7 +28,12 @@ REPEATS = 5
 MAX_EXHAUSTIVE = 6
 """Requests for which an exhaustive search takes a second."""
 
-PAPER = InteractionLatency.paper()
+PAPER = (
+    Interaction(0.0001, 0.0057, 0.000_01, 0.043_67),
+    Interaction(0.000_000_2, 0.000_275, 0.000_000_88, 0.015_85),
+)
+"""Prefill and decode of Table 2 (Qwen2.5-7B on two V100), seconds."""
+
 Batches = Sequence[Sequence[int]]
 
 
@@ -39,7 +43,7 @@ def make_jobs(
     seed: int,
     tighten: float = 1.0,
     error: float = 0.0,
-    model: InteractionLatency = PAPER,
+    phases: Sequence[Interaction] = PAPER,
 ) -> Jobs:
     """``requests`` as a planner sees them, with a relative ``error`` (deviation) of output
     lengths."""
@@ -53,7 +57,7 @@ def make_jobs(
         row_of((code, chat)[kind % 2], 0.0, int(prompt), float(output))
         for kind, (prompt, output) in zip(kinds, lengths, strict=True)
     ]
-    return Jobs(predict(np.array(rows), 0.0, model, most, 256.0))
+    return Jobs(predict(np.array(rows), np.array(phases), 0.0, most, 0))
 
 
 def score(jobs: Jobs, batches: Batches) -> tuple[int, float]:
@@ -115,13 +119,12 @@ def mapping(
     """The G found where output lengths have an ``error`` and a ``coefficient`` of the model a
     relative ``deviation``; each of ``instances`` is planned on its own."""
     jobs = make_jobs(requests, batch, seed, objectives)
-    prefill, decode = (
+    phases = [
         phase._replace(**{coefficient: getattr(phase, coefficient) * (1.0 + deviation)})
-        for phase in (PAPER.prefill, PAPER.decode)
-    )
-    model = InteractionLatency(prefill, decode)
-    believed = make_jobs(requests, batch, seed, objectives, error, model)
-    schedule = AnnealingOptions().schedule
+        for phase in PAPER
+    ]
+    believed = make_jobs(requests, batch, seed, objectives, error, phases)
+    schedule = Schedule.paper()
     times_ms = []
     # The first call may load the compiled loops.
     for _ in range(1 + REPEATS):

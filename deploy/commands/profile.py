@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -23,9 +23,9 @@ from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.tables import print_table
 from sluice.replica.vllm.setup import survive_module_scan
+from sluice.scheduling.latency.model import FAMILIES
 from sluice.scheduling.latency.profile import (
     KINDS,
-    BatchFamily,
     LatencyProfile,
     StepErrors,
     best_fit,
@@ -210,8 +210,6 @@ def plot(
         raise Failure(Exit.FAILED, f"cannot write {path}: {error.strerror}") from error
 
 
-FAMILIES: tuple[BatchFamily, ...] = get_args(BatchFamily)
-
 # The engine's process imports this program first, compiled policies and all, and then vLLM.
 survive_module_scan()
 
@@ -235,7 +233,7 @@ _REQUESTS = 1024
 )
 @click.option(
     "--family",
-    type=click.Choice(FAMILIES),
+    type=click.Choice(list(FAMILIES)),
     help="Form of the model. Default: linear or prefill_decode, whichever predicts steps better "
     "that are held out from its fit.",
 )
@@ -257,7 +255,7 @@ def profile(
     policy: str | None,
     served: str | None,
     rounds: int,
-    family: BatchFamily | None,
+    family: str | None,
     out: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -342,7 +340,7 @@ async def measure(
     return Measured(info.model, info.policy, key, start or info.profile, swept, tried)
 
 
-def fit_sweep(measured: Measured, family: BatchFamily | None = None) -> Fitted:
+def fit_sweep(measured: Measured, family: str | None = None) -> Fitted:
     """Fit ``family``, or the one that predicts better, to the sweep and find its errors. Raises
     ValueError: the sweep has too few steps for it."""
     swept, unseen = measured.swept, measured.unseen

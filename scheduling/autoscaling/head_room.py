@@ -90,7 +90,6 @@ class HeadRoomOptions(PolicyOptions):
         description="Time for which fewer replicas must suffice without a break before one is "
         "removed, seconds; it restarts after each removal.",
     )
-    max_step_down: int = Field(default=1, ge=1, description="Most replicas removed at once.")
 
 
 class _Memory(NamedTuple):
@@ -138,8 +137,8 @@ class HeadRoom(AutoscalingPolicy):
     - if more SLOs are lost than ``attainment`` allows nevertheless, one replica is added as a
       trial. If it helps, ``limit`` is lowered below that load; if not, the loss has another reason.
 
-    A pool grows at once, and shrinks to the most needed within ``down_after_s``, with
-    ``DOWN_MARGIN``."""
+    A pool grows at once, and shrinks to the most needed within ``down_after_s``, one at
+    a time, with ``DOWN_MARGIN``."""
 
     name = "head_room"
     source = "ours"
@@ -296,7 +295,7 @@ class HeadRoom(AutoscalingPolicy):
         memory = memory._replace(low_since_s=since_s, low_most=most)
         if load.now_s - since_s < self.options.down_after_s:
             return pool.bounded(pool.target), memory
-        target = pool.bounded(max(most, pool.target - self.options.max_step_down))
+        target = pool.bounded(max(most, pool.target - 1))
         return target, memory._replace(low_since_s=load.now_s, low_most=needed)
 
 

@@ -14,7 +14,7 @@ MOST_SAMPLES = 256
 
 
 class OngoingRequestsOptions(PolicyOptions):
-    """Serve's own settings, with Serve's defaults."""
+    """Serve's own settings, with Serve's defaults; its scaling factors are 1."""
 
     target_ongoing_requests: float = Field(
         default=2.0, gt=0, description="Target of requests running or waiting per replica."
@@ -27,12 +27,6 @@ class OngoingRequestsOptions(PolicyOptions):
     )
     downscale_delay_s: float = Field(
         default=600.0, ge=0, description="The same for fewer, seconds."
-    )
-    upscaling_factor: float = Field(
-        default=1.0, gt=0, description="Share of the difference that is added."
-    )
-    downscaling_factor: float = Field(
-        default=1.0, gt=0, description="Share of the difference that is taken away."
     )
 
 
@@ -56,7 +50,7 @@ class OngoingRequests(AutoscalingPolicy):
         ][1 - MOST_SAMPLES :]
         samples.append((load.now_s, load.ongoing))
         ongoing = sum(value for _, value in samples) / len(samples)
-        wanted = self._factored(ongoing / options.target_ongoing_requests, int(load.ready))
+        wanted = ceil(ongoing / options.target_ongoing_requests)
         way = (wanted > pool.target) - (wanted < pool.target)
         # As in Serve, a change of direction restarts the delay, and a decision without change ends
         # it.
@@ -69,14 +63,3 @@ class OngoingRequests(AutoscalingPolicy):
             target, way = wanted, 0
         memory = {"samples": samples, "way": way, "since_s": begun_s}
         return Decision(pool.bounded(target), memory, f"{ongoing:.1f} ongoing requests")
-
-    def _factored(self, desired: float, ready: int) -> int:
-        """Serve's scaling factors, on the difference to the replicas that run."""
-        if ready == 0:
-            return ceil(desired)
-        options = self.options
-        factor = options.upscaling_factor if desired > ready else options.downscaling_factor
-        scaled = ceil(ready + factor * (desired - ready))
-        if ceil(desired) < ready and scaled == ready:
-            scaled -= 1
-        return scaled

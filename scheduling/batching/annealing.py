@@ -7,17 +7,16 @@ is evaluated from the first batch that it changes, as each row has the state at 
 
 from __future__ import annotations
 
-from functools import partial
-from math import exp, floor, inf, isnan, log
+from math import exp, inf, isnan
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.latency.request_model import Interaction, InteractionLatency
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request import kernels
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
@@ -242,10 +241,6 @@ def search(
     return best_batches
 
 
-# numpy's scalars are "Any" to the type checker.
-# mypy: disable-error-code="no-any-return"
-
-
 class Times(NamedTuple):
     """``float64[requests, most]`` by batch size - 1; a negative longest wait: cannot meet its
     objective."""
@@ -265,28 +260,17 @@ class Jobs(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The schedule and its random numbers: ``temperatures`` descending, ``draws`` ``float64[levels,
-    iterations, 4]`` in [0, 1) for the move, its two requests and acceptance."""
+    """The temperatures of a search, descending, and its random numbers ``float64[levels,
+    iterations, 4]`` in [0, 1): for the move, its two requests and acceptance."""
 
     temperatures: Floats
     draws: Floats
 
     @classmethod
-    def of(
-        cls, initial: float, threshold: float, iterations: int, decay: float, seed: int
-    ) -> Schedule:
-        """Levels from ``initial`` by ``decay`` down to ``threshold``; always the same random
-        numbers."""
-        temperatures = initial * np.power(
-            decay, np.arange(levels(initial, threshold, decay), dtype=np.float64)
-        )
-        draws = np.random.default_rng(seed).random((len(temperatures), iterations, 4))
-        return cls(temperatures, draws)
-
-
-def levels(initial: float, threshold: float, decay: float) -> int:
-    """How many temperatures there are from ``initial`` down to ``threshold``."""
-    return 0 if initial < threshold else floor(log(threshold / initial) / log(decay)) + 1
+    def paper(cls, seed: int = 0) -> Self:
+        """Algorithm 1's: from 500 by 0.95 down to 20, 100 iterations each. About a millisecond."""
+        temperatures = 500.0 * 0.95 ** np.arange(63, dtype=np.float64)
+        return cls(temperatures, np.random.default_rng(seed).random((63, 100, 4)))
 
 
 class Mapping(NamedTuple):
@@ -304,39 +288,39 @@ class Mapping(NamedTuple):
         return self.met / self.latency_s if self.latency_s > 0 else inf
 
 
-def predict(
-    table: Floats,
-    now_s: float,
-    model: InteractionLatency,
-    most: int,
-    expected_tokens: float,
-    decoding: int = 0,
-) -> Times:
+class Interaction(NamedTuple):
+    """``alpha * b * l + beta * b + gamma * l + delta`` seconds for ``b`` sequences of ``l`` tokens
+    each (Eq. 14 and 15; stated there for batches below 2,000)."""
+
+    alpha: float
+    beta: float
+    gamma: float
+    delta: float
+
+
+def phases_of(latency: LatencyModel) -> Floats:
+    """The :class:`Interaction` of a prefill and of a decode, ``float64[2, 4]``, in batches of equal
+    sequences: the largest coefficients of all pieces, without the square term."""
+    piece = latency.pieces.max(axis=0)
+    fixed_s = piece[kernels.FIXED]
+    prefill = piece[kernels.PREFILL_TOKENS], piece[kernels.PREFILL_SEQUENCE]
+    decode = piece[kernels.DECODE_CONTEXT], piece[kernels.DECODE_SEQUENCE]
+    return np.array([Interaction(*prefill, 0.0, fixed_s), Interaction(*decode, 0.0, fixed_s)])
+
+
+@compiled
+def predict(table: Floats, phases: Floats, now_s: float, most: int, decoding: int) -> Times:
     """The times of the requests at ``now_s`` (Eq. 5 to 9, 14 to 19), with their remaining work.
-    After the first token, the mean TPOT since it and the end-to-end time decide. ``O(requests *
-    most)``."""
-    return Times(
-        *times_of(table, model.coefficients, now_s, most, float(expected_tokens), decoding)
-    )
-
-
-@kernels.compiled
-def times_of(
-    table: Floats,
-    coefficients: Floats,
-    now_s: float,
-    most: int,
-    expected_tokens: float,
-    decoding: int,
-) -> tuple[Floats, Floats]:
-    """The compiled loop of :func:`predict`: both arrays of its result."""
+    After the first token, the mean TPOT since it and the end-to-end time decide. ``decoding``
+    requests take no part in a prefill. ``O(requests * most)``."""
     exec_s = np.empty((table.shape[0], most))
     latest_s = np.empty((table.shape[0], most))
     for index in range(table.shape[0]):
         row = table[index]
         emitted, pending, tpot_s = row[kernels.EMITTED], row[kernels.PENDING], row[kernels.TPOT]
         expected = row[kernels.EXPECTED]
-        left = max((expected_tokens if isnan(expected) else expected) - emitted, 1.0)
+        left = max((UNKNOWN_OUTPUT_TOKENS if isnan(expected) else expected) - emitted, 1.0)
+        # Eq. 16 sums over the growing context, for which its mean stands.
         context = row[kernels.COMPUTED] + pending + (left + 1.0) / 2.0
         first_due_s = row[kernels.ARRIVAL] + row[kernels.TTFT]
         end_s = row[kernels.ARRIVAL] + row[kernels.E2E]
@@ -345,8 +329,8 @@ def times_of(
             prefill_s = 0.0
             if kernels.needs_prefill(emitted, pending):
                 joining = max(place + 1.0 - decoding, 0.0)
-                prefill_s = interaction_s(coefficients[0], joining, pending)
-            decode_s = left * interaction_s(coefficients[1], place + 1.0, context)
+                prefill_s = interaction_s(phases[0], joining, pending)
+            decode_s = left * interaction_s(phases[1], place + 1.0, context)
             seconds = prefill_s + decode_s
             if emitted == 0.0:
                 until_s = first_due_s - prefill_s
@@ -358,15 +342,13 @@ def times_of(
                 missed = first_s > first_due_s
             exec_s[index, place] = seconds
             latest_s[index, place] = -inf if missed else min(until_s, end_s - seconds) - now_s
-    return exec_s, latest_s
+    return Times(exec_s, latest_s)
 
 
-@kernels.compiled
-def interaction_s(coefficients: Floats, batch: float, length: float) -> float:
-    """:meth:`Interaction.seconds` of ``float64[4]`` coefficients."""
-    return (coefficients[0] * length + coefficients[1]) * batch + (
-        coefficients[2] * length + coefficients[3]
-    )
+@compiled
+def interaction_s(phase: Floats, batch: float, length: float) -> float:
+    """The time of an :class:`Interaction`."""
+    return (phase[0] * length + phase[1]) * batch + (phase[2] * length + phase[3])
 
 
 def anneal(jobs: Jobs, schedule: Schedule) -> Mapping:
@@ -427,8 +409,8 @@ def _full_batches(waiting: int, most: int, running: int) -> tuple[Ints, int]:
     return np.diff(ends, prepend=0), int(np.count_nonzero(ends < waiting)) + 1
 
 
-MOST_STEPS = 50_000
-"""Most steps of one search, about ten milliseconds at 40 requests."""
+MOST_MAPPED = 40
+"""Waiting requests that one search maps, the earliest arrivals; the others wait behind them."""
 
 
 class AnnealingOptions(PolicyOptions):
@@ -441,84 +423,12 @@ class AnnealingOptions(PolicyOptions):
         description="Maximum number of requests that run at once. Waiting requests are admitted up "
         "to it; running ones continue. The engine's own sequence limit also applies.",
     )
-    annealed: int = Field(
-        default=40,
-        ge=1,
-        le=64,
-        description="Maximum number of waiting requests that are mapped, the earliest arrivals "
-        "first. The others wait behind them in order of arrival.",
-    )
     admits: Literal["first_batch", "in_order"] = Field(
         default="first_batch",
         description="Which waiting requests run. `first_batch`: those of the first batch, even if "
         "more would fit `batch_size`. `in_order`: the next ones in the whole order, whichever "
         "batch they are in, as an FCFS engine runs what it gets in that order.",
     )
-    expected_tokens: float = Field(
-        default=256.0,
-        ge=1,
-        le=1_000_000,
-        description="Output length of a request without a prediction, tokens.",
-    )
-    output_tokens: tuple[float, float] = Field(
-        default=(1.0, 1_000_000.0),
-        description="Minimum and maximum output length, tokens: a prediction outside counts as the "
-        "nearer of the two.",
-    )
-    prefill: Interaction | None = Field(
-        default=None,
-        description="Coefficients alpha, beta, gamma, delta of the prefill time (Eq. 14), seconds. "
-        "Without them, both `prefill` and `decode` follow from the engine's latency model.",
-    )
-    decode: Interaction | None = Field(
-        default=None,
-        description="Coefficients alpha, beta, gamma, delta of the decode time per token (Eq. 15), "
-        "seconds. Stated with `prefill` or not at all.",
-    )
-    initial_temperature: float = Field(
-        default=500.0, gt=0, le=1_000_000, description="Temperature at the start of a search."
-    )
-    threshold: float = Field(
-        default=20.0, gt=0, le=1_000_000, description="A search ends below this temperature."
-    )
-    iterations: int = Field(
-        default=100, ge=1, le=MOST_STEPS, description="Steps of a search at each temperature."
-    )
-    decay: float = Field(
-        default=0.95, gt=0, lt=1, description="Factor from one temperature to the next."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of the random steps.")
-
-    @property
-    def schedule(self) -> Schedule:
-        """The annealing schedule of a search."""
-        first, last = self.initial_temperature, self.threshold
-        return Schedule.of(first, last, self.iterations, self.decay, self.seed)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.threshold > self.initial_temperature:
-            raise ValueError(
-                f"threshold must be at most initial_temperature ({self.initial_temperature:g}), "
-                f"got {self.threshold:g}"
-            )
-        steps = self.iterations * levels(self.initial_temperature, self.threshold, self.decay)
-        if steps > MOST_STEPS:
-            raise ValueError(
-                f"initial_temperature, threshold, decay and iterations make {steps:,} steps a "
-                f"search, at most {MOST_STEPS:,} are allowed"
-            )
-        shortest, longest = self.output_tokens
-        if not 1 <= shortest <= longest <= 1_000_000:
-            raise ValueError(
-                "output_tokens must be a minimum and a maximum from 1 to 1,000,000, "
-                f"got {shortest:g} and {longest:g}"
-            )
-        if (self.prefill is None) != (self.decode is None):
-            raise ValueError("prefill and decode must be stated together, or neither")
-        if self.prefill is not None and self.decode is not None:
-            InteractionLatency(self.prefill, self.decode)
-        return self
 
 
 class Annealing(BatchPolicy):
@@ -527,7 +437,7 @@ class Annealing(BatchPolicy):
     Our readings for continuous batching: running requests continue and belong to the first batch;
     later batches wait, except with ``admits: in_order`` (FCFS dispatch, §5.1); each arrival, end or
     preemption maps again. Like the paper, without ageing and preemption. ``O(n)`` while the last
-    mapping is valid, else ``O(batch_size * annealed + steps * annealed)``."""
+    mapping is valid, else ``O((batch_size + steps) * MOST_MAPPED)``."""
 
     name = "annealing"
     source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"
@@ -538,14 +448,8 @@ class Annealing(BatchPolicy):
         options = options or AnnealingOptions()
         super().__init__(options)
         self._batch_size = options.batch_size
-        self._annealed = options.annealed
         self._in_order = options.admits == "in_order"
-        self._output_tokens = options.output_tokens
-        self._expected_tokens = options.expected_tokens
-        self._stated: InteractionLatency | None = None
-        if options.prefill is not None and options.decode is not None:
-            self._stated = InteractionLatency(options.prefill, options.decode)
-        self._schedule = options.schedule
+        self._schedule = Schedule.paper()
         self._keys: Ints = np.empty(0, np.int64)
         self._waiting = np.empty(0, np.bool_)
         self._first: Ints = np.empty(0, np.int64)
@@ -570,7 +474,7 @@ class Annealing(BatchPolicy):
         if not same:
             rows = np.flatnonzero(waiting)
             free = self._batch_size - len(running)
-            mapped = rows[: self._annealed] if free > 0 else rows[:0]
+            mapped = rows[: MOST_MAPPED if free > 0 else 0]
             order, admitted = self._map(table, decodes, prefills, mapped, now_s, latency)
             if self._in_order:
                 admitted = max(free, 0)
@@ -591,24 +495,15 @@ class Annealing(BatchPolicy):
         """The rows of ``waiting`` in order, and how many of them the first batch has."""
         if not len(waiting):
             return waiting, 0
-        model = self._stated or InteractionLatency.of_steps(latency)
-        times = partial(
-            predict,
-            now_s=now_s,
-            model=model,
-            most=self._batch_size,
-            expected_tokens=self._expected_tokens,
-        )
-        # Predictions are nan where nothing is known.
-        table = table.copy()
-        np.clip(table[:, kernels.EXPECTED], *self._output_tokens, out=table[:, kernels.EXPECTED])
+        phases, most = phases_of(latency), self._batch_size
         rows = np.concatenate((decodes, prefills, waiting))
         jobs = Jobs(
-            times(table[waiting]), waited_s=float(np.sum(now_s - table[rows, kernels.ARRIVAL]))
+            predict(table[waiting], phases, now_s, most, 0),
+            waited_s=float(np.sum(now_s - table[rows, kernels.ARRIVAL])),
         )
         running = len(rows) - len(waiting)
         if running:
-            exec_s, latest_s = times(table[rows], decoding=len(decodes))
+            exec_s, latest_s = predict(table[rows], phases, now_s, most, len(decodes))
             jobs = jobs._replace(
                 running=Times(exec_s[:running], latest_s[:running]),
                 joining=Times(exec_s[running:], latest_s[running:]),

@@ -6,12 +6,11 @@ from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
 from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.latency.request_model import PolynomialTTFT
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.deadline import ENVELOPE
 from sluice.scheduling.request.kernels import (
@@ -50,20 +49,6 @@ class SEDFOptions(PolicyOptions):
         description="Token budget G of Algorithm 1: prefills run together only while their sum is "
         "below it. 0 is the paper's `no batching`.",
     )
-    ttft_coefficients: tuple[float, ...] = Field(
-        default=(),
-        max_length=8,
-        description="The paper's predictor: coefficients, in seconds, of a polynomial in the "
-        "tokens of a prefill, the constant first. Without them the engine's step-time model "
-        "predicts the chunks, running alone.",
-    )
-
-    @field_validator("ttft_coefficients")
-    @classmethod
-    def _usable(cls, coefficients: tuple[float, ...]) -> tuple[float, ...]:
-        if coefficients:
-            PolynomialTTFT(coefficients)
-        return coefficients
 
 
 class SEDF(BatchPolicy):
@@ -86,8 +71,6 @@ class SEDF(BatchPolicy):
         super().__init__(options)
         self._chunk_tokens = options.chunk_tokens
         self._batch_tokens = options.batch_tokens
-        coefficients = options.ttft_coefficients
-        self._ttft = PolynomialTTFT(coefficients) if coefficients else None
         self._task = np.empty(0, np.int64)  # keys, the head first
         self._known = np.empty(0, np.int64)  # keys of the prefills decided on, ascending
 
@@ -129,8 +112,6 @@ class SEDF(BatchPolicy):
 
     def _alone_s(self, table: Floats, latency: LatencyModel) -> Floats:
         """Predicted TTFT of every row from now on, with its chunks running alone."""
-        if self._ttft is not None:
-            return self._ttft.all_seconds(table[:, PENDING])
         chunks = np.ceil(table[:, PENDING] / self._chunk_tokens)
         whole = chunked_work_s(table, latency.pieces, self._chunk_tokens)
         alone: Floats = (whole + chunks * latency.pieces[:, FIXED, None]).max(axis=0)
@@ -141,13 +122,11 @@ class SEDF(BatchPolicy):
         if not len(order):
             return order
         left_s = deadlines_s(table[order[:1]], ENVELOPE)[0] - now_s
-        polynomial = self._ttft.coefficients if self._ttft is not None else ()
         joined: Ints = order[
             join(
                 table[order, PENDING],
                 chunked_work_s(table[order], latency.pieces, self._chunk_tokens),
                 latency.pieces[:, FIXED].copy(),
-                np.array(polynomial, np.float64),
                 self._chunk_tokens,
                 self._batch_tokens,
                 left_s,
@@ -181,13 +160,12 @@ def join(
     tokens: Floats,
     work_s: Floats,
     fixed_s: Floats,
-    polynomial: Floats,
     chunk_tokens: int,
     batch_tokens: int,
     left_s: float,
 ) -> Ints:
-    """Algorithm 1: the indices of the first prefill and of the ones that join it. A ``polynomial``
-    that is not empty predicts the time from the sum of tokens, in place of the model."""
+    """Algorithm 1: the indices of the first prefill and of those that join it. ``work_s``:
+    ``float64[pieces, n]``; ``fixed_s``: of each chunk, by piece."""
     joined = np.empty(tokens.shape[0], np.int64)
     joined[0] = 0
     count = 1
@@ -198,14 +176,10 @@ def join(
         if together >= batch_tokens:
             continue
         predicted_s = 0.0
-        for power in range(polynomial.shape[0] - 1, -1, -1):
-            predicted_s = predicted_s * together + polynomial[power]
-        if polynomial.shape[0] == 0:
-            chunks = ceil(together / chunk_tokens)
-            for piece in range(fixed_s.shape[0]):
-                predicted_s = max(
-                    predicted_s, work[piece] + work_s[piece, place] + chunks * fixed_s[piece]
-                )
+        chunks = ceil(together / chunk_tokens)
+        for piece in range(fixed_s.shape[0]):
+            own_s = work[piece] + work_s[piece, place] + chunks * fixed_s[piece]
+            predicted_s = max(predicted_s, own_s)
         if left_s > predicted_s:
             joined[count] = place
             count += 1

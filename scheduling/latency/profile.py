@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from math import inf
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -23,7 +24,6 @@ from sluice.scheduling.latency.model import (
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
 from sluice.scheduling.request.kernels import COEFFICIENTS, Floats, Ints
 
 KINDS = ("prefill", "decode", "mixed")
@@ -122,15 +122,9 @@ class LatencyProfile:
 
     @classmethod
     def from_json(cls, text: str) -> LatencyProfile:
-        """Parse a profile, also of the older form with the linear coefficients in fields. Raises
-        ValueError, whose text says what is wrong."""
+        """Parse a profile. Raises ValueError, whose text says what is wrong."""
         try:
-            fields = TypeAdapter(Any).validate_json(text)
-            named = isinstance(fields, dict) and "family" not in fields and "a" in fields
-            stored: type[Any] = _NamedLinear if named else cls
-            profile: LatencyProfile | _NamedLinear = TypeAdapter(stored).validate_json(text)
-            if isinstance(profile, _NamedLinear):
-                profile = profile.profile
+            profile: LatencyProfile = TypeAdapter(cls).validate_json(text)
             _ = profile.model
         except ValidationError as error:
             details = "; ".join(
@@ -143,86 +137,21 @@ class LatencyProfile:
         return profile
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedLinear:
-    """The stored form from before there were families."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
-    key: str
-    a: float
-    b: float
-    c: float
-    d: float
-    report: FitReport | None = None
-
-    @property
-    def profile(self) -> LatencyProfile:
-        coefficients = (self.a, self.b, self.c, self.d)
-        return LatencyProfile(self.key, LinearLatency.family, coefficients, self.report)
-
-
 MIN_FIT_SAMPLES = 8
 """Fewest samples of a fit; one with more than four coefficients needs twice their number."""
 
-MOST_ROUNDS = 50
-"""Most reassignments of samples to lines in a roofline fit. It settles in a few."""
 
-_START_SHARES = (0.25, 0.5, 0.75)
-
-BatchFamily = Literal["linear", "prefill_decode", "roofline"]
-RequestFamily = Literal["interaction", "polynomial_ttft"]
-Solver = Callable[[Floats, Floats], Floats]
-
-
-class _Fit(NamedTuple):
-    """``lines``: the prediction is the largest of their products with a row of the design."""
-
-    lines: Floats
-    predicted_s: Floats
-    seconds: Floats
-    dropped: int
-
-
-@overload
 def fit(
-    samples: Sequence[StepSample], family: Literal["linear"] = "linear", trim: float = 0.1
-) -> tuple[LinearLatency, FitReport]: ...
-@overload
-def fit(
-    samples: Sequence[StepSample], family: Literal["prefill_decode"], trim: float = 0.1
-) -> tuple[PrefillDecodeLatency, FitReport]: ...
-@overload
-def fit(
-    samples: Sequence[StepSample], family: Literal["roofline"], trim: float = 0.1
-) -> tuple[RooflineLatency, FitReport]: ...
-@overload
-def fit(
-    samples: Sequence[StepSample], family: Literal["interaction"], trim: float = 0.1
-) -> tuple[InteractionLatency, FitReport]: ...
-@overload
-def fit(
-    samples: Sequence[StepSample], family: Literal["polynomial_ttft"], trim: float = 0.1
-) -> tuple[PolynomialTTFT, FitReport]: ...
-def fit(
-    samples: Sequence[StepSample],
-    family: BatchFamily | RequestFamily = "linear",
-    trim: float = 0.1,
-) -> tuple[LatencyModel | InteractionLatency | PolynomialTTFT, FitReport]:
+    samples: Sequence[StepSample], family: str = "linear", trim: float = 0.1
+) -> tuple[LatencyModel, FitReport]:
     """The model of ``family`` that explains ``samples`` best, without the worst ``trim`` share of
-    each kind, and how well it does. ``interaction`` is fitted to steps of fresh prefills or decodes
-    alone (002 §4.2), ``polynomial_ttft`` to single fresh prefills (FlowPrefill). Raises ValueError
-    for an unknown family, too few usable samples, or ``trim`` outside [0, 0.5]."""
+    each kind, and how well it does. Raises ValueError for an unknown family, too few usable
+    samples, or ``trim`` outside [0, 0.5]."""
     if not 0 <= trim <= 0.5:
         raise ValueError(f"trim must be from 0 to 0.5, got {trim}")
-    known = (*FAMILIES, "interaction", "polynomial_ttft")
-    if family not in known:
-        raise ValueError(f"unknown family {family!r}; known: {', '.join(known)}")
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     data = _usable(samples)
-    if family == "interaction":
-        return _fit_interaction(data, trim)
-    if family == "polynomial_ttft":
-        return _fit_polynomial(data, trim)
     if family == "roofline":
         return _fit_roofline(data, trim)
     return _fit_one_piece(FAMILIES[family], data, trim)
@@ -230,10 +159,9 @@ def fit(
 
 def fit_without_context(
     samples: Sequence[StepSample], trim: float = 0.1
-) -> tuple[LinearLatency, FitReport]:
+) -> tuple[LatencyModel, FitReport]:
     """The ``linear`` model with ``a`` and ``b`` alone: FairBatching §3.2 compares its own to it."""
-    found = _fit_one_piece(LinearLatency, _usable(samples), trim, 2)
-    return LinearLatency.of(found[0].coefficients), found[1]
+    return _fit_one_piece(LinearLatency, _usable(samples), trim, 2)
 
 
 def _usable(samples: Sequence[StepSample]) -> Floats:
@@ -253,43 +181,17 @@ def _fit_one_piece(
     # What one second of each coefficient adds to the piece.
     units = [family.of(unit.tolist()).pieces[0] for unit in np.eye(len(family.names))[:count]]
     work = np.column_stack([np.ones(len(data)), data[:, : COEFFICIENTS - 1]])
-    found = _trimmed(work @ np.array(units).T, data, trim)
+    lines, report = _trimmed(work @ np.array(units).T, data, trim)
     coefficients = np.zeros(len(family.names))
-    coefficients[:count] = found.lines[0]
-    return family.of(coefficients.tolist()), _report(found)
+    coefficients[:count] = lines[0]
+    return family.of(coefficients.tolist()), report
 
 
 def _fit_roofline(data: Floats, trim: float) -> tuple[RooflineLatency, FitReport]:
     tokens = _column(data, "prefill_tokens") + _column(data, "decodes")
     design = np.column_stack([tokens, _column(data, "spec_steps"), np.ones(len(data))])
-    found = _trimmed(design, data, trim, _two_lines, 6)
-    return RooflineLatency.of([*found.lines.ravel().tolist(), 0.0]), _report(found)
-
-
-def _fit_interaction(data: Floats, trim: float) -> tuple[InteractionLatency, FitReport]:
-    prefills, decodes = _column(data, "prefills"), _column(data, "decodes")
-    fresh = (decodes == 0) & (_column(data, "prefill_context") == 0)
-    fits = []
-    for chosen, sequences, tokens in (
-        (fresh, prefills, _column(data, "prefill_tokens")),
-        (prefills == 0, decodes, _column(data, "decode_context")),
-    ):
-        own, batch = data[chosen], sequences[chosen]
-        # 002 has one length per batch: the mean stands for it.
-        length = tokens[chosen] / batch
-        design = np.column_stack([batch * length, batch, length, np.ones(len(batch))])
-        fits.append(_trimmed(design, own, trim))
-    prefill, decode = (Interaction(*each.lines[0].tolist()) for each in fits)
-    return InteractionLatency(prefill, decode), _report(*fits)
-
-
-def _fit_polynomial(data: Floats, trim: float) -> tuple[PolynomialTTFT, FitReport]:
-    alone = (_column(data, "prefills") == 1) & (_column(data, "decodes") == 0)
-    alone &= _column(data, "prefill_context") == 0
-    tokens = _column(data, "prefill_tokens")[alone]
-    design = np.vander(tokens, 3, increasing=True)
-    found = _trimmed(design, data[alone], trim)
-    return PolynomialTTFT(tuple(found.lines[0].tolist())), _report(found)
+    lines, report = _trimmed(design, data, trim, _two_lines, 6)
+    return RooflineLatency.of([*lines.ravel().tolist(), 0.0]), report
 
 
 def _column(data: Floats, name: str) -> Floats:
@@ -301,10 +203,11 @@ def _trimmed(
     design: Floats,
     data: Floats,
     trim: float,
-    solve: Solver | None = None,
+    solve: Callable[[Floats, Floats], Floats] | None = None,
     coefficients: int = 0,
-) -> _Fit:
-    """Fit, leave the worst out, and fit again."""
+) -> tuple[Floats, FitReport]:
+    """Fit, leave the worst out, and fit again: the lines, the largest of whose products with a row
+    of the design is the prediction."""
     solve, seconds = solve or _one_line, _column(data, "seconds")
     least = max(MIN_FIT_SAMPLES, 2 * (coefficients or design.shape[1]))
     if len(design) < least:
@@ -313,7 +216,16 @@ def _trimmed(
     kept = best_of_each_kind(errors, _column(data, "prefills"), min(trim, 1 - least / len(design)))
     design, real = design[kept], seconds[kept]
     lines = solve(design, real)
-    return _Fit(lines, _predict(lines, design), real, len(seconds) - len(kept))
+    predicted_s = _predict(lines, design)
+    errors = np.abs(predicted_s / real - 1)
+    spread = float(np.sum((real - real.mean()) ** 2))
+    return lines, FitReport(
+        samples=len(real),
+        dropped=len(seconds) - len(real),
+        mape=float(errors.mean()),
+        p90_error=float(np.quantile(errors, 0.9)),
+        r2=1 - float(np.sum((predicted_s - real) ** 2)) / spread if spread > 0 else 0.0,
+    )
 
 
 def best_of_each_kind(errors: Floats, prefills: Floats, trim: float) -> Ints:
@@ -323,20 +235,6 @@ def best_of_each_kind(errors: Floats, prefills: Floats, trim: float) -> Ints:
         order = kind[np.argsort(errors[kind], kind="stable")]
         kept.append(order[: round(len(kind) * (1 - trim))])
     return np.concatenate(kept)
-
-
-def _report(*fits: _Fit) -> FitReport:
-    predicted = np.concatenate([each.predicted_s for each in fits])
-    seconds = np.concatenate([each.seconds for each in fits])
-    errors = np.abs(predicted / seconds - 1)
-    spread = float(np.sum((seconds - seconds.mean()) ** 2))
-    return FitReport(
-        samples=len(seconds),
-        dropped=sum(each.dropped for each in fits),
-        mape=float(errors.mean()),
-        p90_error=float(np.quantile(errors, 0.9)),
-        r2=1 - float(np.sum((predicted - seconds) ** 2)) / spread if spread > 0 else 0.0,
-    )
 
 
 def _predict(lines: Floats, design: Floats) -> Floats:
@@ -349,9 +247,9 @@ def _two_lines(design: Floats, seconds: Floats) -> Floats:
     line = _one_line(design, seconds)
     best = np.concatenate([line, line])
     least = _squares(best, design, seconds)
-    for share in _START_SHARES:
+    for share in (0.25, 0.5, 0.75):
         upper = design[:, 0] > np.quantile(design[:, 0], share)
-        for _ in range(MOST_ROUNDS):
+        for _ in range(50):  # it settles in a few
             if min(upper.sum(), (~upper).sum()) < design.shape[1]:
                 break
             sides = [_one_line(design[side], seconds[side]) for side in (upper, ~upper)]
@@ -396,29 +294,26 @@ def _one_line(design: Floats, seconds: Floats) -> Floats:
 FOLDS = 5
 """Each step is predicted by a fit to the other parts of this many."""
 
-LEAST_GAIN = 0.1
-"""By at least this share its error must be less: a smaller difference is chance."""
-
-LEAST_PRICE = 0.1
-"""Of the price of ``linear``. With less, budgets in tokens would be nearly infinite."""
-
 
 def best_fit(samples: Sequence[StepSample], trim: float = 0.1) -> tuple[LatencyModel, FitReport]:
     """The ``linear`` model, or ``prefill_decode`` where its held-out error is clearly less and it
     has a price for each new token. No roofline: it can make a token's marginal time zero. Raises
     ValueError as ``fit``."""
     model, report = fit(samples, trim=trim)
-    chosen: tuple[LatencyModel, FitReport] = (model, report)
     error = held_out_error(samples, fit, trim)
     if error is None:
-        return chosen
-    apart = held_out_error(samples, _fit_apart, trim)
-    if apart is not None and apart < (1 - LEAST_GAIN) * error:
-        rival, own = _fit_apart(samples, trim)
-        if rival.c_p > LEAST_PRICE * model.b:
-            chosen, error = (rival, own), apart
+        return model, report
+    apart = partial(fit, family="prefill_decode")
+    error_apart = held_out_error(samples, apart, trim)
+    # A smaller difference is chance.
+    if error_apart is not None and error_apart < 0.9 * error:
+        rival, own = apart(samples, trim=trim)
+        c_p, b = rival.coefficients[2], model.coefficients[1]
+        # With a smaller price of a token, budgets in tokens would be nearly infinite.
+        if c_p > 0.1 * b:
+            model, report, error = rival, own, error_apart
     without = held_out_error(samples, fit_without_context, trim)
-    return chosen[0], replace(chosen[1], held_out=error, held_out_without_context=without)
+    return model, replace(report, held_out=error, held_out_without_context=without)
 
 
 def held_out_error(
@@ -439,9 +334,3 @@ def held_out_error(
             errors[place] = abs(model.step_s(step) / step.seconds - 1)
     prefills = np.array([step.prefills for step in usable])
     return float(errors[best_of_each_kind(errors, prefills, trim)].mean())
-
-
-def _fit_apart(
-    samples: Sequence[StepSample], trim: float
-) -> tuple[PrefillDecodeLatency, FitReport]:
-    return fit(samples, "prefill_decode", trim)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from sluice.scheduling.admission import POLICIES as ADMISSION
+from sluice.scheduling.admission.slos_serve.policy import SLOsServeAdmission
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.kernels import Ints
-from sluice.scheduling.routing.balancing import Inner, make_inner
+from sluice.scheduling.routing.balancing import LeastTokens
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
@@ -23,22 +23,6 @@ class SLOsServeRoutingOptions(PolicyOptions):
         description="Maximum number of replicas tested for a request. The paper gives no number; "
         "its largest fleet has 4.",
     )
-    virtual: str = Field(
-        default="slos_serve",
-        description="The admission policy that tests replicas where `controller.admission` is "
-        "`none`, with its default options.",
-    )
-    backup: Inner = Field(
-        default="least_tokens",
-        description="Policy that decides there after `hops` replicas declined.",
-    )
-
-    @field_validator("virtual")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in ADMISSION:
-            raise ValueError(f"unknown admission policy {name!r}; known: {sorted(ADMISSION)}")
-        return name
 
 
 class SLOsServeRouting(RoutingPolicy):
@@ -47,7 +31,7 @@ class SLOsServeRouting(RoutingPolicy):
 
     The admission policy, if any, makes all tests in one call, as they reserve nothing. If all
     decline, best effort goes to the one with the least work ahead; the paper's goes to the last.
-    Without admission, ``virtual`` tests, and then the backup policy decides among all replicas."""
+    Without admission the paper's own tests, and then ``least_tokens`` decides among all."""
 
     name = "slos_serve"
     source = "SLOs-Serve §4.2 (one-shot sequential routing)"
@@ -58,8 +42,8 @@ class SLOsServeRouting(RoutingPolicy):
         options = options or SLOsServeRoutingOptions()
         super().__init__(options)
         self._hops = options.hops
-        self._virtual = ADMISSION[options.virtual]()
-        self._backup = make_inner(options.backup)
+        self._virtual = SLOsServeAdmission()
+        self._backup = LeastTokens()
 
     def asked(self, rows: Ints) -> Ints:
         """The next ``hops`` rows in turn."""
@@ -73,7 +57,7 @@ class SLOsServeRouting(RoutingPolicy):
         return int(np.searchsorted(job.rows, self.turn)) % len(job.rows)
 
     def choose(self, job: Job, fleet: Fleet) -> int:
-        """The first tested replica that can meet the objective, or the backup policy's choice."""
+        """The first tested replica that can meet the objective, or ``least_tokens``'s choice."""
         count = len(job.rows)
         first = self.take_turn(job.rows)
         for hop in range(min(self._hops, count)):

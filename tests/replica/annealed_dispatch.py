@@ -25,8 +25,7 @@ import numpy as np
 
 from sluice.benchmarks.options import number_option
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.batching.annealing import AnnealingOptions, Jobs, Schedule, anneal, predict
-from sluice.scheduling.latency.request_model import InteractionLatency
+from sluice.scheduling.batching.annealing import Jobs, Schedule, anneal, phases_of, predict
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import row_of
 
@@ -71,13 +70,9 @@ def serve(engine: InProcess, requests: Requests) -> list[tuple[float, float]]:
 
 def mapped(engine: InProcess, requests: Requests, batch: int) -> list[int]:
     """The order of one mapping, by the engine's corrected latency model."""
-    model = InteractionLatency.of_steps(engine.scheduler._local.model)
+    phases = phases_of(engine.scheduler._local.model)
     rows = [row_of(slo or SLO(), 0.0, len(prompt), output) for prompt, output, slo in requests]
-    chosen = AnnealingOptions()
-    schedule = Schedule.of(
-        *(chosen.initial_temperature, chosen.threshold, chosen.iterations, chosen.decay), 0
-    )
-    found = anneal(Jobs(predict(np.array(rows), 0.0, model, batch, 256.0)), schedule)
+    found = anneal(Jobs(predict(np.array(rows), phases, 0.0, batch, 0)), Schedule.paper())
     return [int(number) for number in found.order]
 
 

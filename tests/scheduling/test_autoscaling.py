@@ -183,7 +183,7 @@ class TestHeadRoom:
         assert "demand" in life.reasons[-1]
 
     def test_it_goes_down_only_after_long_enough_and_one_by_one(self) -> None:
-        life = Life(head_room(down_after_s=100, max_step_down=1))
+        life = Life(head_room(down_after_s=100))
         assert life.look_for(600, 5.0) == 7
         before = len(life.sizes)
         life.look_for(600, 1.0)
@@ -280,7 +280,6 @@ class TestOngoingRequests:
         target=st.floats(0.5, 8),
         up_s=st.sampled_from([0.0, 4.0, 10.0]),
         down_s=st.sampled_from([0.0, 6.0, 20.0]),
-        factor=st.sampled_from([0.5, 1.0, 2.0]),
         most=st.integers(1, 20),
     )
     def test_it_is_serves_own_rule(
@@ -289,7 +288,6 @@ class TestOngoingRequests:
         target: float,
         up_s: float,
         down_s: float,
-        factor: float,
         most: int,
     ) -> None:
         """Against Serve's code, with the number of requests of now as Serve's mean."""
@@ -300,18 +298,16 @@ class TestOngoingRequests:
                 "look_back_period_s": 1e-3,
                 "upscale_delay_s": up_s,
                 "downscale_delay_s": down_s,
-                "upscaling_factor": factor,
-                "downscaling_factor": factor,
             },
         )
         life = Life(ours, most=most)
         assert [life.look(0.0, ongoing=each) for each in ongoing] == list(
-            serves_own(ongoing, target, up_s, down_s, factor, most)
+            serves_own(ongoing, target, up_s, down_s, most)
         )
 
 
 def serves_own(
-    ongoing: list[float], target: float, up_s: float, down_s: float, factor: float, most: int
+    ongoing: list[float], target: float, up_s: float, down_s: float, most: int
 ) -> Iterable[int]:
     """What Ray Serve would do, look by look, in which ordered replicas run at once."""
     autoscaling = pytest.importorskip("ray.serve.autoscaling_policy")
@@ -323,8 +319,6 @@ def serves_own(
         target_ongoing_requests=target,
         upscale_delay_s=up_s,
         downscale_delay_s=down_s,
-        upscaling_factor=factor,
-        downscaling_factor=factor,
     )
     state: dict[str, Any] = {}
     size, now_s = 1, 100.0

@@ -54,14 +54,6 @@ def test_feasible_by_deadline_then_without_deadline_then_hopeless_the_latest_fir
     assert ranking("s_edf", *QUEUE) == ["sooner", "later", "free", "hopeless", "past", "long-past"]
 
 
-def test_slack_is_judged_by_the_polynomial_where_one_is_given() -> None:
-    # 50 ms + 0.05 ms a token: 2,000 tokens take 150 ms, and the 200 ms are enough.
-    options = {"ttft_coefficients": (0.05, 0.000_05)}
-    assert ranking("s_edf", *QUEUE, **options)[0] == "hopeless"
-    with pytest.raises(ValueError, match="finite and >= 0"):
-        make_policy("s_edf", {"ttft_coefficients": (0.1, -1.0)})
-
-
 def test_others_join_the_head_while_its_time_and_the_token_budget_allow() -> None:
     # The head has 100 ms. With `a`: 10 + 40 + 30 = 80 ms. `b` would make it 101, `c` 95: in.
     queue = (
@@ -74,9 +66,6 @@ def test_others_join_the_head_while_its_time_and_the_token_budget_allow() -> Non
     # The sum of tokens must stay below the budget: 700 is not below 700, so `a` is passed over.
     assert plan("s_edf", *queue, batch_tokens=700).entries == (("head", 400), ("b", 210))
     assert plan("s_edf", *queue, batch_tokens=701).entries == (("head", 400), ("a", 300))
-    # By the polynomial 610 tokens take 104 ms and 550 take 94.
-    slow = {"ttft_coefficients": (0.0, 0.000_17)}
-    assert plan("s_edf", *queue, **slow).entries == (("head", 400), ("c", 150))
 
 
 def test_a_batch_that_takes_more_chunks_costs_their_fixed_time() -> None:

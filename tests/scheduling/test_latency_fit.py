@@ -3,7 +3,6 @@
 import json
 import random
 from math import inf, nan
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from sluice.scheduling.latency.model import (
     StepSample,
 )
 from sluice.scheduling.latency.profile import (
-    BatchFamily,
     FitReport,
     LatencyProfile,
     best_fit,
@@ -30,7 +28,6 @@ from sluice.scheduling.latency.profile import (
     kind_of,
     step_errors,
 )
-from sluice.scheduling.latency.request_model import Interaction, InteractionLatency, PolynomialTTFT
 
 LINEAR = LinearLatency(a=0.004, b=1.8e-4, c=8e-7, d=2e-8)
 PREFILL_DECODE = PrefillDecodeLatency(1e-7, 2e-7, 1.5e-4, 2e-6, 8e-4, 0.005)
@@ -55,7 +52,7 @@ def steps(model: LatencyModel, count: int, noise: float, seed: int = 1) -> list[
 @pytest.mark.parametrize("noise", [0.0, 0.03])
 @pytest.mark.parametrize("truth", MODELS)
 def test_a_fit_recovers_the_model(truth: LatencyModel, noise: float) -> None:
-    model, report = fit(steps(truth, 600, noise), truth.family)  # type: ignore[call-overload]
+    model, report = fit(steps(truth, 600, noise), truth.family)
     assert type(model) is type(truth)
     # On steps that it has not seen.
     for step in steps(truth, 50, 0.0, seed=2):
@@ -94,10 +91,7 @@ def test_a_roofline_fit_learns_the_price_of_draft_steps() -> None:
 )
 def test_the_wrong_family_shows_in_the_report(truth: LatencyModel) -> None:
     samples = steps(truth, 400, 0.01)
-    errors = {
-        family: fit(samples, family)[1].mape  # type: ignore[call-overload]
-        for family in get_args(BatchFamily)
-    }
+    errors = {family: fit(samples, family)[1].mape for family in FAMILIES}
     right = errors.pop(truth.family)
     assert right < 0.01
     assert min(errors.values()) > 1.5 * right
@@ -121,7 +115,7 @@ def test_a_fit_leaves_outliers_out_and_reports_them(truth: LatencyModel) -> None
     for index in range(0, 300, 20):
         held_up = samples[index]
         samples[index] = held_up._replace(seconds=held_up.seconds * 20)
-    model, report = fit(samples, truth.family)  # type: ignore[call-overload]
+    model, report = fit(samples, truth.family)
     assert report.dropped == 30
     assert report.mape < 0.02
     for step in steps(truth, 20, 0.0, seed=4):
@@ -143,7 +137,7 @@ def test_a_fit_has_no_negative_coefficients() -> None:
 def test_a_fit_is_the_same_every_time() -> None:
     samples = steps(ROOFLINE, 200, 0.05)
     for family in FAMILIES:
-        results = [fit(samples, family) for _ in range(2)]  # type: ignore[call-overload]
+        results = [fit(samples, family) for _ in range(2)]
         assert results[0] == results[1]
 
 
@@ -160,79 +154,10 @@ def test_a_fit_needs_usable_samples() -> None:
     with pytest.raises(ValueError, match="trim must be"):
         fit(good, trim=0.9)
     with pytest.raises(ValueError, match=r"unknown family 'cubic'; known: linear, "):
-        fit(good, "cubic")  # type: ignore[call-overload]
+        fit(good, "cubic")
     prefills = [StepSample.of([(n, 0)], 0.01 + 0.001 * n) for n in range(2, 50)]
     with pytest.raises(ValueError, match="no sample has decodes"):
         fit(prefills, "prefill_decode")
-
-
-def interaction_steps(truth: InteractionLatency, noise: float) -> list[StepSample]:
-    """Fresh prefills and decodes of batches of equal requests, and mixed steps to be ignored."""
-    rng = random.Random(5)
-    samples = [StepSample.of([(50, 0), (1, 80)], 123.0)]
-    for _ in range(200):
-        batch, length = rng.randint(1, 32), rng.randint(100, 8_000)
-        prefill_s = truth.prefill_s(batch, length) * (1 + rng.uniform(-noise, noise))
-        samples.append(StepSample.of([(length, 0)] * batch, prefill_s))
-        decode_s = truth.decode.seconds(batch, length) * (1 + rng.uniform(-noise, noise))
-        samples.append(StepSample.of([(1, length)] * batch, decode_s))
-    return samples
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_the_interaction_model_is_recovered(noise: float) -> None:
-    truth = InteractionLatency.paper()
-    model, report = fit(interaction_steps(truth, noise), "interaction")
-    tolerance = 1e-6 if noise == 0 else 0.05
-    assert model.prefill_s(8, 1_000) == pytest.approx(truth.prefill_s(8, 1_000), rel=tolerance)
-    assert model.e2e_s(4, 500, 100) == pytest.approx(truth.e2e_s(4, 500, 100), rel=tolerance)
-    assert (report.samples, report.dropped) == (360, 40)
-    assert report.mape <= noise + 1e-9
-    if noise == 0:
-        assert model.prefill == pytest.approx(truth.prefill, rel=1e-5)
-        assert model.decode == pytest.approx(truth.decode, rel=1e-5)
-
-
-def test_the_interaction_model_needs_both_kinds_of_steps() -> None:
-    samples = [StepSample.of([(n, 0)], 0.01 + 0.001 * n) for n in range(2, 50)]
-    with pytest.raises(ValueError, match="at least 8 samples, got 0"):
-        fit(samples, "interaction")
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_the_polynomial_is_recovered(noise: float) -> None:
-    truth = PolynomialTTFT((0.020, 5e-5, 3e-9))
-    rng = random.Random(6)
-    samples = [StepSample.of([(50, 9)], 77.0), StepSample.of([(50, 0), (50, 0)], 77.0)]
-    for _ in range(200):
-        tokens = rng.randint(2, 32_000)
-        seconds = truth.seconds(tokens) * (1 + rng.uniform(-noise, noise))
-        samples.append(StepSample.of([(tokens, 0)], seconds))
-    model, report = fit(samples, "polynomial_ttft")
-    tolerance = 1e-6 if noise == 0 else 0.02
-    for tokens in (100, 4_000, 32_000):
-        assert model.seconds(tokens) == pytest.approx(truth.seconds(tokens), rel=tolerance)
-    assert report.mape <= noise + 1e-9
-
-
-def test_one_data_set_serves_every_family() -> None:
-    truth = LINEAR
-    samples = steps(truth, 300, 0.01)
-    rng = random.Random(7)
-    for _ in range(100):
-        for batch in (
-            [(rng.randint(2, 2_000), 0)],
-            [(1, rng.randint(9, 2_000))] * rng.randint(1, 16),
-        ):
-            step = StepSample.of(batch)
-            samples.append(step._replace(seconds=truth.step_s(step)))
-    ttft, _ = fit(samples, "polynomial_ttft")
-    assert ttft.seconds(1_000) == pytest.approx(truth.fixed_s + truth.work_s(1_000, 0), rel=1e-3)
-    annealing, report = fit(samples, "interaction")
-    decodes_s = truth.step_s(StepSample.of([(1, 500)] * 8))
-    assert annealing.decode.seconds(8, 500) == pytest.approx(decodes_s, rel=1e-3)
-    assert isinstance(annealing.prefill, Interaction)
-    assert report.samples + report.dropped > 200
 
 
 @pytest.mark.parametrize("truth", [LINEAR, PREFILL_DECODE])
@@ -307,11 +232,6 @@ def test_a_profile_survives_its_text(model: LatencyModel, report: FitReport | No
     again = LatencyProfile.from_json(profile.to_json())
     assert again == profile
     assert again.model == model, "correction and head-room belong to a run, not to the profile"
-
-
-def test_a_profile_from_before_there_were_families_is_linear() -> None:
-    text = '{"key": "k", "a": 0.004, "b": 1.8e-4, "c": 8e-7, "d": 2e-8, "report": null}'
-    assert LatencyProfile.from_json(text) == LatencyProfile.of("k", LINEAR)
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,12 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("sjf", {"token_budget": 64}),
     ("d_edf", {"late": "in_order", "batch_tokens": 300}),
     ("s_edf", {"chunk_tokens": 100}),
-    ("s_edf", {"ttft_coefficients": (0.01, 1e-4)}),
     ("slos_serve", {}),
     ("slos_serve", {"anchor": "envelope", "expected_tokens": 16}),
     ("slos_serve", {"anchor": "first_token", "margin": 0.0}),
     ("deadline_triage", {}),
-    ("annealing", {"iterations": 5}),
-    ("annealing", {"batch_size": 3, "annealed": 4, "iterations": 5}),
+    ("annealing", {}),
+    ("annealing", {"batch_size": 3, "admits": "in_order"}),
 ]
 
 FREEST = {"prefill_share": 0.0, "eta_s": 1e-9}

@@ -194,16 +194,11 @@ def test_slos_serve_asks_in_turn_and_skips_those_that_decline() -> None:
     assert [policy.choose(job(fleet), fleet) for _ in range(6)] == [0, 2, 2, 0, 2, 2]
 
 
-def test_slos_serve_leaves_it_to_its_backup_after_so_many_hops() -> None:
+def test_slos_serve_leaves_it_to_least_tokens_after_so_many_hops() -> None:
     full, fuller = [row(SLO(ttft_s=1.0), 9_000)], [row(SLO(ttft_s=1.0), 9_500)]
     fleet = fleet_of(report(*fuller), report(*fuller), report(*full), report())
     policy = make_policy("slos_serve", {"hops": 2})
-    assert policy.choose(job(fleet), fleet) == 3  # asked 0 and 1; the backup knows a better one
-    policy = make_policy("slos_serve", {"hops": 2, "backup": "pab"})
-    some = job(fleet).of(np.array([0, 1, 2]))
-    assert policy.choose(some, fleet) == 2
-    with pytest.raises(ValueError, match="unknown admission policy 'none'; known: "):
-        make_policy("slos_serve", {"virtual": "none"})
+    assert policy.choose(job(fleet), fleet) == 3  # asked 0 and 1; that one has the least
 
 
 @given(

@@ -16,7 +16,7 @@ from sluice.simulation.engine import Truth
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival, Stage, Workload
-from tests.scheduling.test_progress import Job, run
+from tests.scheduling.steps import run
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 # 5 ms a step and 1 ms a token.
@@ -380,32 +380,25 @@ def test_figure_3_as_a_run() -> None:
     """§2.3: six tokens per time unit, three ongoing decodes and a burst of four requests of six
     prefill tokens; TTFT is six units and TPOT one. SLOs-Serve attains all decodes and three of the
     four; decode first (Sarathi) ends the third prefill with unit 11."""
-    slo = SLO(ttft_s=6.0, tpot_s=1.0)
+    slo, arrived_s = SLO(ttft_s=6.0, tpot_s=1.0), {"d": -6.0, "r": 0.0}
+    ongoing = [decode(f"d{n}", slo, context=1, arrival_s=-6.0) for n in range(3)]
+    burst = [prefill(f"r{n}", 6, slo) for n in range(1, 5)]
+    jobs = [*((view, 29) for view in ongoing), *((view, 20) for view in burst)]
 
-    def jobs() -> list[Job]:
-        ongoing = [
-            Job(f"d{n}", 1, 30, slo, -6.0, computed=1, blocks=1, running=True, emitted_s=[0.0])
-            for n in range(3)
-        ]
-        return ongoing + [Job(f"r{n}", 6, 20, slo) for n in range(1, 5)]
+    sarathi = run(Sarathi(SarathiOptions(token_budget=6)), jobs, LinearLatency(a=1.0, b=0.0))
+    first_s = [sarathi.tokens_s[f"r{n}"][0] for n in range(1, 5)]
+    assert first_s[:3] == [2, 5, 11]
+    assert first_s[3] > 11
 
-    def first_tokens(done: dict[str, Job]) -> list[float]:
-        return [done[f"r{n}"].emitted_s[0] for n in range(1, 5)]
-
-    units = LinearLatency(a=1.0, b=0.0)
-    sarathi, _ = run(Sarathi(SarathiOptions(token_budget=6)), jobs(), units)
-    assert first_tokens(sarathi)[:3] == [2, 5, 11]
-    assert first_tokens(sarathi)[3] > 11
-
-    slos_serve, _ = run(policy(anchor="envelope"), jobs(), LinearLatency(a=0.0, b=1 / 6))
-    late = [
+    slos_serve = run(policy(anchor="envelope"), jobs, LinearLatency(a=0.0, b=1 / 6))
+    late = {
         name
-        for name, job in slos_serve.items()
-        for index, emitted_s in enumerate(job.emitted_s)
-        if emitted_s > job.arrival_s + 6 + index + 1e-9
-    ]
-    assert set(late) <= {"r4"}
-    assert first_tokens(slos_serve)[2] == pytest.approx(6)
+        for name, tokens_s in slos_serve.tokens_s.items()
+        for index, time_s in enumerate(tokens_s, name[0] == "d")
+        if time_s > arrived_s[name[0]] + 6 + index + 1e-9
+    }
+    assert late <= {"r4"}
+    assert slos_serve.tokens_s["r3"][0] == pytest.approx(6)
 
 
 def test_empty_queues_are_planned() -> None:
