@@ -120,19 +120,24 @@ def policy_facts(kind: str, name: str) -> str:
     schema = policy.Options.model_json_schema(by_alias=True)
     reader = _Reader(schema.get("$defs", {}))
     file = f"{policy.__module__.removeprefix('sluice.').replace('.', '/')}.py"
-    lines = [f"Set with `{about.setting}: {name}`.", ""]
+    options = ["- It has no options."]
+    table = []
     if schema.get("properties"):
-        lines += [
-            f"Options, under `{about.options}`:",
+        options = [f"- Options, under `{about.options}`: see the table."]
+        table = [
             "",
             "| option | type | default | allowed | meaning |",
             "|---|---|---|---|---|",
             *reader.rows(_Section("", schema, {})),
         ]
-    else:
-        lines.append("It has no options.")
     return "\n".join(
-        [*lines, "", f"Source: {policy.source}.", "", f"Code: [{file}](../../../{file})"]
+        [
+            f"- Set with `{about.setting}: {name}`.",
+            *options,
+            f"- Source: {policy.source}.",
+            f"- Code: [{file}](../../../{file})",
+            *table,
+        ]
     )
 
 

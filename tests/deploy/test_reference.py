@@ -41,7 +41,7 @@ def test_defaults_bounds_and_links_are_those_of_the_code() -> None:
 
 def test_the_facts_of_a_policy() -> None:
     facts = policy_facts("routing", "go_routing")
-    assert facts.startswith("Set with `controller.policy: go_routing`.")
+    assert facts.startswith("- Set with `controller.policy: go_routing`.")
     assert "| `lambda` | number | `0.5` | 0 to 1 |" in facts, "as the configuration names it"
     assert "(../../../scheduling/routing/go_routing.py)" in facts
     assert "It has no options." in policy_facts("batch", "fcfs")
@@ -50,7 +50,7 @@ def test_the_facts_of_a_policy() -> None:
 def test_only_the_generated_part_of_a_page_is_renewed() -> None:
     page = "# title\n\n<!-- generated -->\nold \\1\n<!-- end -->\n\nend\n"
     renewed = with_facts("batch", "fcfs", page)
-    assert renewed.startswith("# title\n\n<!-- generated -->\nSet with")
+    assert renewed.startswith("# title\n\n<!-- generated -->\n- Set with")
     assert renewed.endswith("<!-- end -->\n\nend\n") and "old" not in renewed
     assert with_facts("batch", "fcfs", renewed) == renewed
     with pytest.raises(ValueError, match="fcfs"):
