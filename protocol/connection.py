@@ -38,7 +38,7 @@ class ClockOffset:
         """The offset; infinite before the first message."""
         return min(self._least_s, self._before_s)
 
-    def hear(self, sent_s: float, now_s: float) -> float:
+    def observe(self, sent_s: float, now_s: float) -> float:
         """A message arrived at ``now_s``; it was sent at ``sent_s`` on the sender's clock. Returns
         its delay beyond that of the quickest message, seconds, at least 0."""
         offset_s = now_s - sent_s

@@ -7,12 +7,13 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -104,7 +105,9 @@ REPEATS = 10
 REPEAT_PERIOD_S = 10.0
 
 _MAX_PLACES = 1_000
-_request_id: ContextVar[str] = ContextVar("request_id", default="")
+REQUEST_ID: Final[ContextVar[str]] = ContextVar("request_id", default="")
+"""Of the request that the current task serves: every line that is logged carries it."""
+
 _CONTROL = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
@@ -114,20 +117,14 @@ _BARE = re.compile(r"[!#-<>-\[\]-~]+")
 """Values that need no quotes: ASCII without space, ``"``, ``=`` and backslash."""
 
 
-class of_request:  # noqa: N801 - it is used like a function
+@contextmanager
+def of_request(request_id: str) -> Iterator[None]:
     """Every line that is logged inside, also by tasks started there, carries this request id."""
-
-    # A class, as a generator would cost several times as much, and every request pays it.
-    __slots__ = ("_request_id", "_token")
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
-    def __enter__(self) -> None:
-        self._token: Token[str] = _request_id.set(self._request_id)
-
-    def __exit__(self, *_: object) -> None:
-        _request_id.reset(self._token)
+    token = REQUEST_ID.set(request_id)
+    try:
+        yield
+    finally:
+        REQUEST_ID.reset(token)
 
 
 def configure_logs(config: LogsConfig, process: str) -> None:
@@ -208,7 +205,7 @@ class _Lines(logging.Formatter):
             "process": self._process,
             "logger": record.name,
         }
-        request_id = _request_id.get()
+        request_id = REQUEST_ID.get()
         if request_id:
             parts["request_id"] = request_id
         return parts
@@ -236,7 +233,7 @@ class TextLines(_Lines):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of ``record``."""
-        request_id = _request_id.get()
+        request_id = REQUEST_ID.get()
         fields = ({"request_id": request_id} if request_id else {}) | _fields(record)
         named = " ".join([f"{name}={_quoted(value)}" for name, value in fields.items()])
         head = f"{self.time(record)} {record.levelname.lower()} {self._process} {record.name}"

@@ -111,7 +111,8 @@ class _FarSide:
         return _Answer()
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+        data = [{"id": "m", "object": "model"}]
+        return {"object": "list", "data": data, "endpoints": ["chat"]}
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None

@@ -87,7 +87,7 @@ class MirroredReplica:
         self.summary = np.frombuffer(message.summary.tobytes(), SUMMARY)[0]
         self.draining = message.draining
         self.seq = int(message.seq)
-        self._clock_offset.hear(message.now_s, now_s)
+        self._clock_offset.observe(message.now_s, now_s)
         self.received_s = now_s
         return live, ended
 

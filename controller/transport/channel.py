@@ -309,7 +309,7 @@ class _Served(Guest):
             self.abort()
             return
         now_s = self._server.clock()
-        due_s = now_s + question.left_s - self._offset.hear(question.sent_s, now_s)
+        due_s = now_s + question.left_s - self._offset.observe(question.sent_s, now_s)
         window, reports = self._server.window, self._server.reports
         # Answers come in the order of the questions.
         if isinstance(question, Report):

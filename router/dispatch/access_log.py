@@ -133,7 +133,7 @@ def _fields(
             "admission": answer.tier.value,
             "replica": answer.head.replica_id or None,
             "prefill_replica": decision.prefill_id,
-            "resumes": answer.resumes or None,
+            "resumes": len(answer.opened) - 1 or None,
         }
         times_s = {"predicted_ttft_ms": decision.predicted_ttft_s, **times_s}
     for name, time_s in times_s.items():

@@ -402,26 +402,6 @@ class Answer:
         """Set once the response has ended by itself."""
         return self.opened[-1].tail
 
-    @property
-    def resumes(self) -> int:
-        """How often another replica has resumed it, its moves included."""
-        return len(self.opened) - 1
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were in a prefix cache, once the response has ended by itself."""
-        attempt = self.opened[-1]
-        tail = (attempt.prefill or attempt).tail
-        return 0 if tail is None else tail.cached_tokens
-
-    @property
-    def queued_s(self) -> float | None:
-        """From arrival to the first batch; ``None``: not ended, not reported, or resumed."""
-        attempt = self.opened[-1].prefill or self.opened[-1]
-        if len(self.opened) > 1 or attempt.tail is None or attempt.tail.queued_s is None:
-            return None
-        return attempt.request.waited_s + attempt.tail.queued_s
-
 
 OpenAttempts = dict[Attempt, Answer]
 """A router's open attempts at one model, in the order made. Only the dispatcher changes it."""

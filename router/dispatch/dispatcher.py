@@ -22,6 +22,7 @@ from sluice.router.dispatch.attempt import (
     NOT_RESUMED,
     Answer,
     Attempt,
+    Case,
     MovedError,
     OpenAttempts,
     Piece,
@@ -50,11 +51,11 @@ from sluice.router.metrics.instruments import (
     Phase,
     RequestFigures,
     RouterMetrics,
-    StreamWay,
+    StreamPath,
 )
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import TokenEstimator, outputs_of
-from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import (
     ReaderLostError,
     ReplicaFailedError,
@@ -101,6 +102,7 @@ class Dispatcher:
         self._budget = budget = RetryBudget(config.retry_budget, clock)
         self._attempts: OpenAttempts = {}
         # These read the open attempts, and may abandon one.
+        self._watch: asyncio.Task[None] | None = None
         self._suspicion = Suspicion(self._attempts, metrics, clock)
         self._stalls = StallDetector(
             self._attempts, replicas, controller, budget, metrics, config.stall_after_s, clock
@@ -132,7 +134,7 @@ class Dispatcher:
 
         ``fetches``: the client's side can fetch a stream from the replica. Cancelling stops the
         attempt. Raises ApiError: the last attempt's error, a refused SLO, or quarantine."""
-        case = self._suspicion.open(call)
+        case = self._suspicion.open(call) if self._suspicion.contents else Case()
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
@@ -147,7 +149,7 @@ class Dispatcher:
             raise
         answer.fetched = bool(attempt.head.fetch)
         if attempt.head.media_type == EVENT_STREAM:
-            self._metrics.stream(StreamWay.DIRECT if answer.fetched else StreamWay.ROUTER)
+            self._metrics.stream(StreamPath.DIRECT if answer.fetched else StreamPath.ROUTER)
         if call.scheduled:
             self._metrics.admission.admitted(call.slo.service_class, answer.tier)
         return answer
@@ -182,12 +184,6 @@ class Dispatcher:
         if late != (None, None):
             self._controller.late(LateNotice(call.request_id, *late))
 
-    def learn(self, answer: Answer) -> None:
-        """Correct the estimates of prompt lengths by an answer that has ended."""
-        tail = answer.tail
-        if tail is not None and tail.prompt_tokens > 0:
-            self.estimator.learn(answer.call.prompt, tail.prompt_tokens)
-
     def ended(
         self,
         call: Call,
@@ -196,11 +192,21 @@ class Dispatcher:
         error: Reason | None,
         answer: Answer | None,
         telemetry: Telemetry | None,
-    ) -> RequestFigures:
-        """Account for an ended call: metrics, log line, span, controller's records."""
-        used = () if answer is None else (answer.tail, answer.cached_tokens, answer.queued_s)
-        figures = RequestFigures.of(clock, outcome, self.clock(), *used)
-        kept = None
+    ) -> None:
+        """Account for an ended call: metrics, log line, span, controller's records, and estimates
+        of prompt lengths."""
+        tail, cached, queued_s, kept = None, 0, None, None
+        if answer is not None:
+            tail = answer.opened[-1].tail
+            # The prompt is that of a separate prefill, and of the first of several attempts.
+            prompt = answer.opened[-1].prefill or answer.opened[-1]
+            if prompt.tail is not None:
+                cached = prompt.tail.cached_tokens
+                if prompt.tail.queued_s is not None and len(answer.opened) == 1:
+                    queued_s = prompt.request.waited_s + prompt.tail.queued_s
+            if tail is not None and tail.prompt_tokens > 0:
+                self.estimator.learn(call.prompt, tail.prompt_tokens)
+        figures = RequestFigures.of(clock, outcome, self.clock(), tail, cached, queued_s)
         if telemetry is not None:
             self._metrics.ended(call, figures)
             telemetry.ended(call, figures, error, answer)
@@ -209,6 +215,9 @@ class Dispatcher:
                 predicted_s = answer.decision.predicted_ttft_s
                 kept = self._metrics.admission.ended(figures, predicted_s, failed, answer.moved)
         if call.scheduled:
+            most_tokens = call.output_tokens
+            if most_tokens:
+                most_tokens //= outputs_of(call.endpoint, call.body)
             ending = RequestEnding(
                 call.request_id,
                 outcome.value,
@@ -220,13 +229,12 @@ class Dispatcher:
                 "" if error is None else error.value,
                 call.slo.service_class,
                 call.client.tenant,
-                call.output_tokens // outputs_of(call.endpoint, call.body),
+                most_tokens,
                 "" if answer is None else answer.head.replica_id,
                 kept,
                 figures.judged_s,
             )
             self._controller.ended(ending)
-        return figures
 
     async def _next(self, answer: Answer) -> Attempt:
         """Make attempts until one opens. Raises ReplicaFailedError (the last) or ApiError."""
@@ -432,8 +440,9 @@ class Dispatcher:
             self._attempts[attempt] = answer
             if answer.alive_s == -inf:
                 answer.alive_s = attempt.made_s
-            self._stalls.start()
-            CHOICES.expect(request.request_id, attempt.sent_to)
+            if self._watch is None or self._watch.done():
+                self._watch = asyncio.create_task(self._stalls.watch(), name="stalls")
+            CHOSEN[request.request_id] = attempt.sent_to
             try:
                 await attempt.begin()
                 if attempt.head.status == _BUSY:
@@ -450,7 +459,7 @@ class Dispatcher:
                 attempt.end_span(name_of(error))
                 raise
             finally:
-                CHOICES.forget(request.request_id)
+                CHOSEN.pop(request.request_id, None)
         return attempt
 
     def _end(self, attempt: Attempt) -> None:

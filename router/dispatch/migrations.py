@@ -106,7 +106,7 @@ _UNTRACED: Mapping[str, str] = {}
 
 
 class _Stream:
-    """A stream that may move, and its recent pace."""
+    """A stream that may move, and its recent TPOT."""
 
     __slots__ = ("_at_s", "_tokens", "answer", "attempt", "place", "stays", "token_s")
 
@@ -130,7 +130,7 @@ class _Stream:
         return current and known and through_here and unended and answer.clock.tokens > 0
 
     def measure(self) -> None:
-        """Take its pace since the last call, if enough tokens came."""
+        """Take its TPOT since the last call, if enough tokens came."""
         clock = self.answer.clock
         new, last_s = clock.tokens - self._tokens, clock.last_token_s
         if last_s is None or (self._tokens and new < LEAST_PACE_TOKENS):

@@ -507,14 +507,6 @@ class PlacementClient:
             return None
         return found
 
-    def _note(self, call: Call, decision: RouteDecision) -> None:
-        """Remember that the class is out of capacity; promises between refusals do not end that."""
-        refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
-        asked = call.slo.stated and not call.best_effort and not decision.over_share
-        if asked and (refused or decision.tier is Tier.BEST_EFFORT):
-            for_s = min(max(decision.room_s or 0.0, 1.0), FULL_FOR_S)
-            self._full_until_s[call.slo.service_class] = self._clock() + for_s
-
     def _full_s(self, call: Call) -> float:
         """For how long its class still counts as out of capacity, seconds."""
         return self._full_until_s.get(call.slo.service_class, -inf) - self._clock()
@@ -538,15 +530,22 @@ class PlacementClient:
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision | None:
         """The decision, after the class's queue if any. Raises ApiError: 429; full, or too long."""
-        tiers = self._tiers(call, begun)
-        queue = self._queues.get(call.slo.service_class) if tiers == _GUARANTEED_ONLY else None
+        slo = call.slo
+        if call.best_effort:
+            tiers = _BEST_EFFORT_ONLY
+        # Without an SLO there is nothing to promise, whatever the class demands.
+        elif not begun and slo.stated and slo.service_class in self._promised_only:
+            tiers = _GUARANTEED_ONLY
+        else:
+            tiers = _ANY_TIER
+        queue = self._queues.get(slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
         # A request that arrives while others wait queues behind them, before it asks.
         if queue is None or len(queue) == 0:
             refused = await self._answered(call, key, failed, prefill_key, tiers)
             if queue is None or refused is None or not may_wait(refused):
                 return refused
-        ttft_s, _, e2e_s, _ = call.slo.columns
+        ttft_s, _, e2e_s, _ = slo.columns
         due_s = call.received_s + min(ttft_s, e2e_s)
         with queue.slot(due_s, refused, call.client, call.queue_ttl_s) as slot:
             while True:
@@ -576,21 +575,17 @@ class PlacementClient:
                 call.queue_ttl_s,
             )
         if decision is not None:
-            self._note(call, decision)
+            # Promises between refusals do not end the time without capacity.
+            refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None
+            promisable = call.slo.stated and not call.best_effort and not decision.over_share
+            if promisable and (refused or decision.tier is Tier.BEST_EFFORT):
+                for_s = min(max(decision.room_s or 0.0, 1.0), FULL_FOR_S)
+                self._full_until_s[call.slo.service_class] = self._clock() + for_s
             return decision
         left_s = self._full_s(call)
         if left_s > 0 and tiers == _GUARANTEED_ONLY:
             return RouteDecision(None, UNATTAINABLE, retry_after_s=left_s, room_s=left_s)
         return None
-
-    def _tiers(self, call: Call, begun: bool) -> frozenset[Tier]:
-        if call.best_effort:
-            return _BEST_EFFORT_ONLY
-        if begun:
-            return _ANY_TIER
-        # Without an SLO there is nothing to promise, whatever the class demands.
-        promised_only = call.slo.stated and call.slo.service_class in self._promised_only
-        return _GUARANTEED_ONLY if promised_only else _ANY_TIER
 
     async def _ask(
         self,

@@ -22,6 +22,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError, StalledReaderError
+from sluice.router.tenancy.limits import NO_CHARGE
 from sluice.router.wire import STOP_MESSAGE
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import clock_of
@@ -199,11 +200,12 @@ class CallResponse(Response):
             if answer is not None:
                 self._dispatcher.close(answer)
             error = self._error.reason if self._error is not None else None
-            told = (call, self._clock, outcome, error, answer, self._telemetry)
-            figures = self._dispatcher.ended(*told)
-            head, tail = (None, None) if answer is None else (answer.head, answer.tail)
-            sent = figures.sent * (call.body.get("n") or 1) if call.body.get("stream") else None
-            call.charge.close(head, tail, sent, left=outcome is Outcome.CANCELLED)
+            self._dispatcher.ended(call, self._clock, outcome, error, answer, self._telemetry)
+            if call.charge is not NO_CHARGE:
+                head, tail = (None, None) if answer is None else (answer.head, answer.tail)
+                streams, choices = call.body.get("stream"), call.body.get("n") or 1
+                sent = self._clock.tokens * choices if streams else None
+                call.charge.close(head, tail, sent, left=outcome is Outcome.CANCELLED)
 
     async def _serve(self, scope: Scope, receive: Receive, send: TimeoutSend) -> Outcome:
         call = self._call
@@ -237,7 +239,6 @@ class CallResponse(Response):
             return await self._whole(answer, scope, receive, send)
         last = error.event(call.endpoint) if error is not None else b""
         await send({"type": "http.response.body", "body": last, "more_body": False})
-        self._dispatcher.learn(answer)
         return Outcome.OK if error is None else Outcome.FAILED
 
     async def _stream(self, answer: Answer, send: TimeoutSend) -> ApiError | None:
@@ -295,7 +296,6 @@ class CallResponse(Response):
         headers = self._own_headers(answer)
         response = Response(body, head.status, headers=headers, media_type=head.media_type)
         await response(scope, receive, send)
-        self._dispatcher.learn(answer)
         return Outcome.of_status(head.status)
 
     def _emit(self, tokens: int, now_s: float | None, reasoned: int = 0) -> float | None:
@@ -310,8 +310,8 @@ class CallResponse(Response):
             self._dispatcher.late(self._call, clock)
         if last_s is not None:
             return at_s - last_s if tokens else None
-        if clock.ttft_s is not None:
-            self._metrics.first_token(self._call.slo.service_class, clock.ttft_s)
+        if (ttft_s := clock.ttft_s) is not None:
+            self._metrics.first_token(self._call.slo.service_class, ttft_s)
         return None
 
     def _own_headers(self, answer: Answer | None) -> dict[str, str]:

@@ -111,15 +111,10 @@ class StallDetector:
         self._suspects: dict[str, _Suspect] = {}
         # When each replica was last found to be unresponsive.
         self._hung: dict[str, float] = {}
-        self._task: asyncio.Task[None] | None = None
         self._swept_s = inf
 
-    def start(self) -> None:
-        """Watch the open attempts until there are none. ``O(1)``."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="stalls")
-
-    async def _run(self) -> None:
+    async def watch(self) -> None:
+        """Check the open attempts until there are none."""
         self._swept_s = self._clock()
         while self._attempts:
             await asyncio.sleep(SWEEP_S)

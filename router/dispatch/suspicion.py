@@ -68,14 +68,14 @@ class Suspicion:
         self._attempts = attempts
         self._metrics = metrics
         self._clock = clock
-        self._contents: OrderedDict[tuple[tuple[int, int], bytes], _Content] = OrderedDict()
+        self.contents: OrderedDict[tuple[tuple[int, int], bytes], _Content] = OrderedDict()
         # When each replica was lost, and the attempts blamed for it.
         self._lost: dict[str, tuple[float, frozenset[Attempt]]] = {}
         self._trials: dict[str, asyncio.Event] = {}
 
     def open(self, call: Call) -> Case:
         """The case of a new call. Raises ApiError: 422; the call is quarantined."""
-        content = self._find(call) if self._contents else None
+        content = self._find(call)
         if content is None:
             return Case()
         if content.losses < 2:
@@ -158,21 +158,21 @@ class Suspicion:
 
     def _find(self, call: Call) -> _Content | None:
         size = _size(call)
-        if not any(size == known for known, _ in self._contents):
+        if not any(size == known for known, _ in self.contents):
             return None
         key = size, _digest(call)
-        content = self._contents.get(key)
+        content = self.contents.get(key)
         if content is not None and self._clock() >= content.until_s:
-            del self._contents[key]
+            del self.contents[key]
             return None
         return content
 
     def _remember(self, call: Call, losses: int, lasted_s: float) -> None:
         key = _size(call), _digest(call)
-        self._contents[key] = _Content(losses, self._clock() + QUARANTINED_S, lasted_s)
-        self._contents.move_to_end(key)
-        if len(self._contents) > REMEMBERED:
-            self._contents.popitem(last=False)
+        self.contents[key] = _Content(losses, self._clock() + QUARANTINED_S, lasted_s)
+        self.contents.move_to_end(key)
+        if len(self.contents) > REMEMBERED:
+            self.contents.popitem(last=False)
         if losses > 1:
             self._metrics.quarantined_requests.inc()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
@@ -88,6 +89,7 @@ class SiteCheck:
         return ApiError(Reason.NOT_PERMITTED, f"{self._what} is open without a key here: {why}.")
 
 
+@lru_cache(maxsize=256)
 def _split(url: str) -> SplitResult:
     """The parts of a URL; empty parts if it is invalid."""
     try:
@@ -101,11 +103,6 @@ ADMIN_PREFIX: Final = "/admin/"
 
 PAGE_PATH: Final = "/ui"
 """The live page. It holds no data, so it needs no key; its data comes from the admin API."""
-
-
-def is_page(path: str) -> bool:
-    """Whether ``path`` is the page or a part of it."""
-    return path == PAGE_PATH or path.startswith(f"{PAGE_PATH}/")
 
 
 class AdminAccess:
@@ -152,7 +149,7 @@ METRICS_PATH: Final = "/metrics"
 
 def is_for_operators(path: str) -> bool:
     """Whether ``path`` is the metrics, the live page, or part of the admin API."""
-    return path == METRICS_PATH or path.startswith(ADMIN_PREFIX) or is_page(path)
+    return path in (METRICS_PATH, PAGE_PATH) or path.startswith((ADMIN_PREFIX, f"{PAGE_PATH}/"))
 
 
 class Access:
@@ -195,7 +192,7 @@ class Access:
             return self._check_page(headers, by_gateway)
         if self.admin.on and path.startswith(ADMIN_PREFIX):
             return self.admin.check(headers)
-        if self.admin.on and is_page(path):
+        if self.admin.on and (path == PAGE_PATH or path.startswith(f"{PAGE_PATH}/")):
             return ANYONE
         if self._api_is_open:
             self._sites.check(headers, by_gateway)

@@ -20,18 +20,18 @@ from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.errors import ApiError, Reason
 from sluice.router.ingress.access import OPEN_PATH, PING_PATH, Access, is_for_operators
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, client_request_id, endpoint_at
+from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at, noted
 from sluice.router.request.body import BodyBudget, HeldBytes
 from sluice.router.tenancy.limits import NO_CAPS, Client, RateLimiter
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
-from sluice.telemetry.logs import of_request
+from sluice.telemetry.logs import REQUEST_ID
 
 # Load shedding. A refusal costs a router about as much as a short answer, and clients that retry at
-# once turn one refused request into hundreds a second. So refusals are sent at a limited rate
-# (Pace), and while the event loop falls behind all the same, new requests are refused before their
-# bodies are read, first those of the clients that send the most (Shedder). The minimum delay of a
-# period counts as the standing delay, as CoDel (Nichols and Jacobson, ACM Queue 10(5), 2012) has it
-# for packets: a single long step of the loop causes no refusals.
+# once turn one refused request into hundreds a second. So refusals are sent at a limited rate, and
+# while the event loop falls behind all the same, new requests are refused before their bodies are
+# read, first those of the clients that send the most. The minimum delay of a period counts as the
+# standing delay, as CoDel (Nichols and Jacobson, ACM Queue 10(5), 2012) has it for packets: a
+# single long step of the loop causes no refusals.
 
 REFUSALS_PER_S: Final = 100.0
 """Refusals a router sends per second, so that clients retrying at once cannot keep it busy."""
@@ -59,7 +59,7 @@ _FALL: Final = 0.7
 _RISE: Final = 1.1
 
 
-class Pace:
+class RefusalRate:
     """Spaces out refusals: ``per_s`` a second, of which as many at once after a pause. Beyond
     ``most`` waiting ones, refusals are sent without a wait. One per router process."""
 
@@ -186,10 +186,12 @@ class Cors:
         await (self._shared if shared else self._app)(scope, receive, send)
 
 
+_CLIENT_REQUEST_ID = wire.CLIENT_REQUEST_ID_HEADER.encode()
+
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
 """Whose POST counts towards rate limits; a batch must not block its own cancellation."""
 
-_PACED_STATUSES = frozenset((401, 429, 503))
+_RETRIED_STATUSES = frozenset((401, 429, 503))
 """After these statuses clients retry the same request."""
 
 
@@ -217,9 +219,8 @@ class IngressMiddleware:
         self._limiter = limiter
         self._telemetry = telemetry
         self._shedder = shedder
-        held = metrics.held_refusals
-        paced = (REFUSALS_PER_S, config.max_in_flight, held, clock, pause)
-        self._pace, self._pace_of_strangers = Pace(*paced), Pace(*paced)
+        limited = (REFUSALS_PER_S, config.max_in_flight, metrics.held_refusals, clock, pause)
+        self._refusals, self._refusals_of_strangers = RefusalRate(*limited), RefusalRate(*limited)
         self._max_in_flight = config.max_in_flight
         self._bodies = BodyBudget(config.max_held_bytes, metrics.held_bytes)
         self._in_flight = 0
@@ -234,16 +235,18 @@ class IngressMiddleware:
             return
         if len(path := scope["path"]) > 1 and path.endswith("/"):
             scope["path"] = path[:-1]
-        theirs = client_request_id(scope["headers"])
-        arrival = Arrival(secrets.token_hex(16), self._clock(), client_request_id=theirs)
+        theirs = dict(reversed(scope["headers"])).get(_CLIENT_REQUEST_ID)
+        recorded = "" if theirs is None else noted(theirs.decode("latin-1"))
+        arrival = Arrival(secrets.token_hex(16), self._clock(), client_request_id=recorded)
+        # The server runs each request in a task, and so in a context, of its own.
+        REQUEST_ID.set(arrival.request_id)
         refusal: list[Message] = []
-        with of_request(arrival.request_id):
-            has_access = await self._admit(arrival, scope, receive, send, refusal)
-            # The request's body and slot have been released by now.
-            if refusal:
-                await (self._pace if has_access else self._pace_of_strangers).turn()
-            for message in refusal:
-                await send(message)
+        has_access = await self._admit(arrival, scope, receive, send, refusal)
+        # The request's body and slot have been released by now.
+        if refusal:
+            await (self._refusals if has_access else self._refusals_of_strangers).turn()
+        for message in refusal:
+            await send(message)
 
     async def _admit(
         self,
@@ -263,14 +266,14 @@ class IngressMiddleware:
                 limited = counted and arrival.client.caps is not NO_CAPS
                 limits = self._limiter.headers(arrival.client) if limited else []
                 message["headers"] = [*message.get("headers", ()), *named, *limits]
-            if refusal or (starts and paced and message["status"] in _PACED_STATUSES):
+            if refusal or (starts and limited_rate and message["status"] in _RETRIED_STATUSES):
                 refusal.append(message)
             else:
                 await send(message)
 
         path = scope["path"]
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
-        paced = path not in (OPEN_PATH, PING_PATH)
+        limited_rate = path not in (OPEN_PATH, PING_PATH)
         endpoint = INFERENCE_PATHS.get(path) if counted else None
         has_access = False
         try:

@@ -87,7 +87,7 @@ class Fallback(enum.StrEnum):
     """Serve did not know the chosen replica, or that one was full."""
 
 
-class Way(enum.StrEnum):
+class Transport(enum.StrEnum):
     """How a call is sent to a replica."""
 
     CONNECTION = "connection"
@@ -96,7 +96,7 @@ class Way(enum.StrEnum):
     """Over Serve's handle."""
 
 
-class StreamWay(enum.StrEnum):
+class StreamPath(enum.StrEnum):
     """How an event stream is sent from its replica to the client."""
 
     DIRECT = "direct"
@@ -582,11 +582,11 @@ class RouterMetrics:
         """The metrics of a whole router, independent of the model."""
         return (self.in_flight, self.held_bytes, self.held_refusals, self.loop_delay_s)
 
-    def sent(self, way: Way) -> None:
+    def sent(self, way: Transport) -> None:
         """A call was sent to a replica."""
         self._sent(way.value).inc()
 
-    def stream(self, way: StreamWay) -> None:
+    def stream(self, way: StreamPath) -> None:
         """Count an event stream by its path to the client."""
         self._streams(way.value).inc()
 

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint
-from sluice.router import wire
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
 
 MAX_CHARACTERS: Final = 128
 """Maximum recorded characters of an id."""
 
-_HEADER = wire.CLIENT_REQUEST_ID_HEADER.encode()
 _UNPRINTABLE = re.compile(r"[^ -~]")
 
 
 def noted(text: str) -> str:
     """An id as recorded: at most :data:`MAX_CHARACTERS`, ``?`` for all but printable ASCII."""
     return _UNPRINTABLE.sub("?", text[:MAX_CHARACTERS])
-
-
-def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The first id in these raw headers (lower-case names), as recorded; empty if none."""
-    for name, value in headers:
-        if name == _HEADER:
-            return noted(value[:MAX_CHARACTERS].decode("latin-1"))
-    return ""
 
 
 INFERENCE_PATHS: dict[str, Endpoint] = {

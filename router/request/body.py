@@ -7,6 +7,7 @@ import json
 import time
 from codecs import BOM_UTF8
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import count
 from json.decoder import JSONArray, JSONObject, scanstring  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -136,44 +137,15 @@ BODY_TIMEOUT_S = 30.0
 """Longest time that a client may take to send its body, seconds."""
 
 
+@dataclass(slots=True)
 class BodyBudget:
     """Limits the bytes of bodies in memory. A client may hold as many as remain free, times its
     weight above 1: half of all if alone, a third beside another such one."""
 
-    def __init__(self, max_bytes: int, gauge: Gauge) -> None:
-        self._max_bytes = max_bytes
-        self._gauge = gauge
-        self._of_client: Counter[str] = Counter()
-        self.held = 0
-
-    def take(self, client: Client, size: int) -> None:
-        """Count received bytes. Raises ApiError: 503, the budget; 429, the client's part."""
-        if self.held + size > self._max_bytes:
-            raise ApiError(
-                Reason.ROUTER_FULL,
-                f"The router's memory for request bodies, {self._max_bytes} bytes, is full.",
-            )
-        # Otherwise one client with large bodies blocks all others.
-        left = self._max_bytes - self.held - size
-        own = self._of_client[client.owner]
-        part = max(1.0, 1.0 / client.caps.weight)  # a low weight must not forbid long bodies
-        if not client.may_hold(own + size - 1, left, part):
-            raise ApiError(
-                Reason.CLIENT_FULL,
-                f"This API key has request bodies of {own} bytes in the router, and {size} bytes "
-                f"more would leave too few of its {self._max_bytes} bytes for other keys.",
-            )
-        self.held += size
-        self._of_client[client.owner] += size
-        self._gauge.inc(size)
-
-    def give_back(self, client: Client, size: int) -> None:
-        """Release ``size`` bytes."""
-        self.held -= size
-        self._of_client[client.owner] -= size
-        self._gauge.dec(size)
-        if not self._of_client[client.owner]:
-            del self._of_client[client.owner]
+    max_bytes: int
+    gauge: Gauge
+    of_client: Counter[str] = field(default_factory=Counter)
+    held: int = 0
 
 
 class HeldBytes:
@@ -188,12 +160,35 @@ class HeldBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._budget.give_back(self._client, self._size)
+        budget, owner = self._budget, self._client.owner
+        budget.held -= self._size
+        budget.gauge.dec(self._size)
+        budget.of_client[owner] -= self._size
+        if not budget.of_client[owner]:
+            del budget.of_client[owner]
 
     def add(self, size: int) -> None:
-        """Count received bytes. Raises ApiError: 503 or 429, the budget is exhausted."""
-        self._budget.take(self._client, size)
+        """Count received bytes. Raises ApiError: 503, the budget; 429, the client's part."""
+        budget, client = self._budget, self._client
+        left = budget.max_bytes - budget.held - size
+        if left < 0:
+            raise ApiError(
+                Reason.ROUTER_FULL,
+                f"The router's memory for request bodies, {budget.max_bytes} bytes, is full.",
+            )
+        # Otherwise one client with large bodies blocks all others.
+        own = budget.of_client[client.owner]
+        part = max(1.0, 1.0 / client.caps.weight)  # a low weight must not forbid long bodies
+        if not client.may_hold(own + size - 1, left, part):
+            raise ApiError(
+                Reason.CLIENT_FULL,
+                f"This API key has request bodies of {own} bytes in the router, and {size} bytes "
+                f"more would leave too few of its {budget.max_bytes} bytes for other keys.",
+            )
         self._size += size
+        budget.held += size
+        budget.of_client[client.owner] += size
+        budget.gauge.inc(size)
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes | None = None) -> bytes:

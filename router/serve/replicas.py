@@ -41,7 +41,7 @@ from sluice.protocol.streams import (
 )
 from sluice.router import wire
 from sluice.router.errors import Reason
-from sluice.router.metrics.instruments import Way
+from sluice.router.metrics.instruments import Transport
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.running import RUNNING
@@ -420,7 +420,7 @@ class ServeReplicas:
         pools: Mapping[Role, Sequence[DeploymentHandle]],
         closed: Callable[[], Collection[str]] = tuple,
         quarantined: Callable[[], Collection[str]] = tuple,
-        sent: Callable[[Way], None] = lambda _: None,
+        sent: Callable[[Transport], None] = lambda _: None,
         scales_to_zero: bool = False,
         startup_s: float = STARTUP_S,
     ) -> None:
@@ -479,14 +479,14 @@ class ServeReplicas:
         def by_serve() -> ServeStream:
             # Without a target (an empty hint), the replica that gets the request confirms it.
             hint = self._hint(target, avoid) or ""
-            self._sent(Way.HANDLE)
+            self._sent(Transport.HANDLE)
             generate = self._pool(role, target, avoid).generate
             return ServeStream(generate.remote(request, **{wire.TARGET_KWARG: hint}))
 
         if target is not None:
             stream = self._channels.open(request, replica_of(target), role, by_serve)
             if stream is not None:
-                self._sent(Way.CONNECTION)
+                self._sent(Transport.CONNECTION)
                 return stream
         return by_serve()
 

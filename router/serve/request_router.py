@@ -79,11 +79,12 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         chosen = await self._choice_for(pending_request, is_retry)
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, EngineRequest):
-            # Through its module: the object itself would be pickled with this class, as a copy.
-            hinted = _hint_of(pending_request).target or ""
-            chosen_id = chosen.replica_id.unique_id
-            name = hinted if replica_of(hinted) == chosen_id else chosen_id
-            choices.CHOICES.made(request.request_id, name)
+            # Through its module: the dictionary itself would be pickled with this class, as a copy.
+            on_choice = choices.CHOSEN.get(request.request_id)
+            if on_choice is not None:
+                hinted = _hint_of(pending_request).target or ""
+                chosen_id = chosen.replica_id.unique_id
+                on_choice(hinted if replica_of(hinted) == chosen_id else chosen_id)
         return chosen
 
     async def _choice_for(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica:
@@ -188,7 +189,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
 
     def _note_change(self, before: int) -> None:
         """Wake the tasks that wait for a change of replicas. ``before``: their former number."""
-        # Through its module, as CHOICES above.
+        # Through its module, as CHOSEN above.
         running.RUNNING.note(self._deployment_id, self._by_unique_id)
         if before and not self._by_unique_id:
             self._none_since_s = asyncio.get_running_loop().time()

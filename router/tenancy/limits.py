@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -155,6 +155,8 @@ class TenantLimits(BaseModel):
 NO_CAPS: Final = TenantLimits()
 """Limits of a key without any."""
 
+_ANYONE: Final = "anyone"
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
@@ -162,28 +164,30 @@ class Client:
     identifies it in storage: by the key's name, or by the key if that has none."""
 
     name: str = UNNAMED
-    owner: str = "anyone"
+    owner: str = _ANYONE
     caps: TenantLimits = NO_CAPS
+    tenant: int = field(init=False)
+    """Its id in the sharing of guaranteed capacity, a 63-bit hash; 0 for :data:`ANYONE`."""
 
-    @property
-    def tenant(self) -> int:
-        """Its id in the sharing of guaranteed capacity, a 63-bit hash; 0 for :data:`ANYONE`."""
-        return 0 if self == ANYONE else _tenant_of(self.owner)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tenant", _tenant_of(self.owner))
 
     def may_hold(self, held: float, free: float, part: float) -> bool:
         """Whether it may use more of a router's resource, see ``fair_shares.has_room``; without
         keys one client may use all."""
-        return self == ANYONE or has_room(held, free, self.caps.weight, part)
-
-
-ANYONE: Final = Client()
-"""The client of every request if no keys are configured."""
+        return not self.tenant or has_room(held, free, self.caps.weight, part)
 
 
 @lru_cache(maxsize=4_096)
 def _tenant_of(owner: str) -> int:
+    if owner == _ANYONE:
+        return 0
     digest = hashlib.blake2b(owner.encode(), digest_size=8, person=b"sluice-tenant").digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+ANYONE: Final = Client()
+"""The client of every request if no keys are configured."""
 
 
 class LimitCheck:

@@ -21,7 +21,7 @@ def test_the_quickest_recent_message_tells_how_the_clocks_differ(
     for way_s in ways_s:
         now_s += every_s
         heard.append((now_s, way_s))
-        longer_s = offset.hear(now_s - way_s - skew_s, now_s)
+        longer_s = offset.observe(now_s - way_s - skew_s, now_s)
         least_s = way_s - longer_s
         recent = [way for at, way in heard if now_s - at <= 3 * window_s]
         latest = [way for at, way in heard if now_s - at < window_s]
@@ -32,16 +32,16 @@ def test_the_quickest_recent_message_tells_how_the_clocks_differ(
 
 def test_a_clock_that_stood_still_is_followed() -> None:
     offset = ClockOffset(window_s=30.0)
-    assert offset.hear(100.0, 100.0) == 0.0
+    assert offset.observe(100.0, 100.0) == 0.0
     # The sender's machine was moved, and its clock was not told of those 7 s.
     for now_s in (101.0, 115.0, 129.0, 131.0, 159.0):
-        assert offset.hear(now_s - 7.0, now_s) == 7.0
-    assert offset.hear(165.0 - 7.0, 165.0) == 0.0
+        assert offset.observe(now_s - 7.0, now_s) == 7.0
+    assert offset.observe(165.0 - 7.0, 165.0) == 0.0
     assert offset.seconds == 7.0
 
 
 def test_one_that_was_silent_for_long_is_judged_anew() -> None:
     offset = ClockOffset(window_s=30.0)
-    offset.hear(100.0, 100.0)
-    assert offset.hear(1_000.0, 1_005.0) == 0.0
+    offset.observe(100.0, 100.0)
+    assert offset.observe(1_000.0, 1_005.0) == 0.0
     assert offset.seconds == 5.0

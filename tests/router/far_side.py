@@ -39,7 +39,7 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
 from sluice.router.request.session import LoopAge
-from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
@@ -237,7 +237,10 @@ class FarSide:
             rest = [name for name in self.behaviours if name not in avoid]
             target = rest[0] if rest else next(iter(self.behaviours))
             # As Serve's request router does, a moment later.
-            asyncio.get_running_loop().call_soon(CHOICES.made, request.request_id, target)
+            name, chosen = request.request_id, target
+            asyncio.get_running_loop().call_soon(
+                lambda: CHOSEN[name](chosen) if name in CHOSEN else None
+            )
         self.calls.append((target, request))
         self.changed.set()
         items = self.behaviours[target](self, target, request)

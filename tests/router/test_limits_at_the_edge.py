@@ -267,7 +267,7 @@ def test_a_body_that_does_not_fit_leaves_no_trace() -> None:
                 two.add(1)
             assert caught.value.reason is Reason.CLIENT_FULL
     assert budget.held == 0
-    assert not budget._of_client
+    assert not budget.of_client
 
 
 async def test_one_key_leaves_places_in_the_router_for_others() -> None:
@@ -301,7 +301,7 @@ def test_bodies_of_many_clients_leave_room_for_one_more() -> None:
             for each in clients:
                 with suppress(ApiError):
                     held[each].add(1)
-        sizes = [budget._of_client[each.owner] for each in clients]
+        sizes = [budget.of_client[each.owner] for each in clients]
         assert max(sizes[1:]) - min(sizes[1:]) <= 1
         assert 1.2 * sizes[1] < sizes[0] <= 2 * sizes[1]
         with HeldBytes(budget, Client("new", "name-new")) as one:

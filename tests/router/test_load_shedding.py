@@ -1,4 +1,4 @@
-"""Overload at the edge: refusals are paced, and what the event loop cannot take is turned away."""
+"""Overload at the edge: refusals are spaced out, and what the event loop cannot take is turned away."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sluice.router.ingress.middleware import (
     MAX_HOLD_S,
     PERIOD_S,
     TICK_S,
-    Pace,
+    RefusalRate,
     Shedder,
 )
 from sluice.router.serve.contract import ReplicaFailedError
@@ -40,9 +40,9 @@ CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
-def make_pace(time: VirtualTime, per_s: float, most: int = 10_000) -> Pace:
+def refusal_rate(time: VirtualTime, per_s: float, most: int = 10_000) -> RefusalRate:
     gauge = Gauge("held", "", registry=CollectorRegistry())
-    return Pace(per_s, most, gauge, time, time.pause)
+    return RefusalRate(per_s, most, gauge, time, time.pause)
 
 
 def make_shedder(clock: Clock) -> Shedder:
@@ -54,12 +54,12 @@ def make_shedder(clock: Clock) -> Shedder:
 
 async def test_a_few_refusals_leave_at_once_and_a_storm_at_its_rate() -> None:
     time = VirtualTime()
-    pace = make_pace(time, per_s=10)
+    refusals = refusal_rate(time, per_s=10)
     left: list[float] = []
 
     async def retry_at_once() -> None:
         while True:
-            await pace.turn()
+            await refusals.turn()
             left.append(time())
             await asyncio.sleep(0)
 
@@ -73,10 +73,10 @@ async def test_a_few_refusals_leave_at_once_and_a_storm_at_its_rate() -> None:
     for task in storm:
         task.cancel()
     await asyncio.wait(storm)
-    assert pace.held == 0
+    assert refusals.held == 0
     # After a pause nothing is left of it.
     await time.advance(MAX_HOLD_S + 1)
-    await asyncio.wait_for(pace.turn(), 120)
+    await asyncio.wait_for(refusals.turn(), 120)
 
 
 @given(
@@ -89,21 +89,21 @@ def test_nobody_waits_longer_than_the_most_and_no_more_wait_than_may(
 ) -> None:
     async def run() -> None:
         time = VirtualTime()
-        pace = make_pace(time, per_s, most)
+        refusals = refusal_rate(time, per_s, most)
         waited: list[float] = []
 
         async def refused() -> None:
             came_s = time()
-            await pace.turn()
+            await refusals.turn()
             waited.append(time() - came_s)
 
         tasks = []
         for gap_s in gaps:
             tasks.append(asyncio.create_task(refused()))
             await time.advance(gap_s)
-            assert pace.held <= most
+            assert refusals.held <= most
         await time.advance(MAX_HOLD_S + 1e-6)
-        assert len(waited) == len(gaps) and pace.held == 0
+        assert len(waited) == len(gaps) and refusals.held == 0
         assert all(each <= MAX_HOLD_S + 1e-6 for each in waited)
 
     asyncio.run(run())

@@ -31,7 +31,7 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
-from sluice.router.serve.choices import CHOICES
+from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
@@ -165,13 +165,13 @@ async def test_a_rank_is_at_its_replica(replicas: ServeReplicas) -> None:
     first, second, third = await names_of(replicas)
     chosen: list[str] = []
     request = EngineRequest(uuid.uuid4().hex, "chat", {"do": "serve"}, SLO())
-    CHOICES.expect(request.request_id, chosen.append)
+    CHOSEN[request.request_id] = chosen.append
     target = rank_name(second, 1)
     try:
         stream = replicas.generate(request, target, (), "mixed")
         (_, chunk, _) = [item async for batch in stream for item in batch]
     finally:
-        CHOICES.forget(request.request_id)
+        del CHOSEN[request.request_id]
     assert chosen == [target], "who waits for it asks this rank"
     assert isinstance(chunk, ResponseChunk)
     answer = json.loads(chunk.data)
@@ -485,13 +485,13 @@ async def test_a_question_goes_where_it_is_sent_and_a_frozen_replica_owes_nobody
 async def test_who_waits_hears_where_serve_has_sent_a_request(replicas: ServeReplicas) -> None:
     chosen: list[str] = []
     request = EngineRequest(uuid.uuid4().hex, "chat", {"do": "serve"}, SLO())
-    CHOICES.expect(request.request_id, chosen.append)
+    CHOSEN[request.request_id] = chosen.append
     try:
         items = [
             item async for batch in replicas.generate(request, None, (), "mixed") for item in batch
         ]
     finally:
-        CHOICES.forget(request.request_id)
+        del CHOSEN[request.request_id]
     assert chosen[-1:] == [items[0].replica_id]  # type: ignore[union-attr]
 
 

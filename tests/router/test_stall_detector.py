@@ -315,7 +315,7 @@ async def test_a_stall_of_this_process_ends_no_request() -> None:
     script = Script([("frozen", 3600.0)])
     stalls = detector(script)
     attempt, answer = silent_at(None), waiting_call()
-    stalls.watch(attempt, answer)
+    stalls.open(attempt, answer)
     waiting = asyncio.create_task(attempt.begin())
     await asyncio.sleep(1)
     answer.alive_s -= SILENCE_S + OWN_GAP_S  # as if it had come after the last check
@@ -444,13 +444,15 @@ class Watched(StallDetector):
 
     def __init__(self, script: Script, budget: RetryBudget, clock: Callable[[], float]) -> None:
         self.attempts: OpenAttempts = {}
+        self._watching: asyncio.Task[None] | None = None
         rest: Any = (script, script, budget, RouterMetrics(), AFTER_S, clock)
         super().__init__(self.attempts, *rest)
 
-    def watch(self, attempt: Attempt, answer: Answer) -> None:
+    def open(self, attempt: Attempt, answer: Answer) -> None:
         answer.alive_s = attempt.made_s
+        if not self.attempts:
+            self._watching = asyncio.create_task(self.watch())
         self.attempts[attempt] = answer
-        self.start()
 
 
 def detector(script: Script) -> Watched:
@@ -477,7 +479,7 @@ async def test_given_up_if_and_only_if_it_stands_still(turns: list[tuple[str, fl
     clock = asyncio.get_running_loop().time
     stalls = detector(script)
     attempt = silent_at("a")
-    stalls.watch(attempt, waiting_call())
+    stalls.open(attempt, waiting_call())
     with pytest.raises((TimeoutError, ReplicaFailedError)) as ended:
         async with asyncio.timeout(script.ends_s - clock()):
             await attempt.begin()
@@ -505,7 +507,7 @@ async def test_who_has_taken_what_was_sent_to_anybody_is_asked() -> None:
     script = Script([("frozen", 3600.0)])
     stalls = detector(script)
     attempt = silent_at(None, Taken())
-    stalls.watch(attempt, waiting_call())
+    stalls.open(attempt, waiting_call())
     with pytest.raises(ReplicaFailedError):
         await attempt.begin()
     assert attempt.place == "a"
@@ -534,7 +536,7 @@ async def test_what_waits_at_a_replica_that_serve_has_replaced_goes_to_the_new_o
     waiting = []
     for after_s in (100.0, 0.1):  # the second comes between two questions
         attempt = silent_at("a")
-        stalls.watch(attempt, waiting_call())
+        stalls.open(attempt, waiting_call())
         waiting.append(asyncio.create_task(attempt.begin()))
         await asyncio.sleep(after_s)
     assert not any(each.done() for each in waiting), "there is nobody else"
@@ -568,7 +570,7 @@ async def test_a_word_while_a_question_is_open_is_an_answer() -> None:
     stalls = detector(busy)
     slow = silent_at("a", Slow())
     for attempt in (slow, silent_at("a")):
-        stalls.watch(attempt, waiting_call())
+        stalls.open(attempt, waiting_call())
     begun = asyncio.gather(slow.begin(), return_exceptions=True)
     await asyncio.sleep(100)
     assert not begun.done()
@@ -596,7 +598,7 @@ async def test_a_question_names_a_bounded_number_of_requests_and_all_get_their_t
     tasks = []
     for name in names:
         attempt = silent_at("a", Begun(), name)
-        stalls.watch(attempt, waiting_call())
+        stalls.open(attempt, waiting_call())
         tasks.append(asyncio.create_task(attempt.begin()))
     await asyncio.sleep(30)
     assert max(map(len, questions)) == MAX_NAMES

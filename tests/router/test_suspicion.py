@@ -180,7 +180,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(REMEMBERED + 5):
         asked = call(number, **STRUCTURED)
         fleet.lose(asked, Case(), fleet.send(Case(), "r0"), HUNG)
-    assert len(fleet.suspicion._contents) == REMEMBERED
+    assert len(fleet.suspicion.contents) == REMEMBERED
     assert not fleet.suspicion.open(call(0, **STRUCTURED)).suspected
     assert fleet.suspicion.open(call(REMEMBERED + 4, **STRUCTURED)).suspected
 
