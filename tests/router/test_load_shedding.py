@@ -1,4 +1,4 @@
-"""Overload at the edge: refusals are spaced out, and what the event loop cannot take is turned away."""
+"""Overload at the edge: refusals are spaced out, and what the event loop cannot take is refused."""
 
 from __future__ import annotations
 
