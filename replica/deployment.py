@@ -26,6 +26,7 @@ from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.engine import ConfigurationError, Engine
 from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.processes import core_of
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
@@ -149,12 +150,12 @@ class ConfiguredReplicas:
         """Start the long poll. Raises ValueError: Serve is not running."""
         self._client = LongPollClient(
             ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
-            {(LongPollNamespace.DEPLOYMENT_CONFIG, deployment): self.hear},
+            {(LongPollNamespace.DEPLOYMENT_CONFIG, deployment): self.on_config},
             call_in_event_loop=asyncio.get_running_loop(),
             client_id=f"{type(self).__name__}:{deployment}",
         )
 
-    def hear(self, config: DeploymentConfig) -> None:
+    def on_config(self, config: DeploymentConfig) -> None:
         """Take the number from the deployment's configuration."""
         scaled = config.autoscaling_config
         self._number = config.num_replicas if scaled is None else scaled.min_replicas
@@ -326,15 +327,6 @@ def make_engines(
 
     if config.preemption.granularity != "off":
         import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
-    core = _core(rank * devices(config.vllm_args)) if config.pin_cpu else None
+    core = core_of(rank * devices(config.vllm_args)) if config.pin_cpu else None
     first = VllmEngine(config, replica_id, max_live_requests, core, traced, role)
     return [first, *(VllmRank(first, each) for each in range(1, number))]
-
-
-def _core(worker: int) -> int:
-    """The core for a host's ``worker``-th worker, of those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-    else:  # missing on some systems
-        cores = list(range(os.cpu_count() or 1))
-    return cores[worker % len(cores)]

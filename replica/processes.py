@@ -29,6 +29,15 @@ def bind_workers(number: int, first: int | None) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(bound))
 
 
+def core_of(worker: int) -> int:
+    """The core for a host's ``worker``-th worker, of those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:  # missing on some systems
+        cores = list(range(os.cpu_count() or 1))
+    return cores[worker % len(cores)]
+
+
 def pin_thread(core: int, rank: int = 0) -> None:
     """Pin this thread to ``core``, that of rank 0, or for another rank to one of the next cores."""
     allowed = sorted(os.sched_getaffinity(0))

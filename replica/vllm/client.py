@@ -179,6 +179,38 @@ class ApiCall:
     adapter: int = 0
     rank: int = 0
 
+    def count(
+        self, output: Any, counted: dict[int, int], plain: bool = False, first: bool = True
+    ) -> None:
+        """Record an output of its ``first`` prompt, or of another. ``counted``: the earlier tokens
+        of its request, by choice; ``plain``: outputs are cumulative."""
+        if not counted:
+            self.prompt_tokens += len(output.prompt_token_ids or ())
+            self.cached_tokens += output.num_cached_tokens or 0
+            if first and self.stats is None:
+                self.stats = output.metrics
+        if first and output.kv_transfer_params:
+            self.offer = output.kv_transfer_params
+        for choice in output.outputs:
+            before = counted.get(choice.index, 0)
+            # Cumulative outputs repeat the earlier tokens, deltas do not.
+            new = len(choice.token_ids) - (before if plain else 0)
+            counted[choice.index] = before + new
+            self.output_tokens += new
+            if not first or choice.index:
+                continue
+            if self.ends and not self.reasoned:
+                ended = end_among(choice.token_ids[before if plain else 0 :], self.ends)
+                if ended:
+                    self.reasoned = before + ended
+                    self.unsent_reasoned = self.unsent_tokens + ended
+            self.unsent_tokens += new
+            if plain:
+                self.offsets_s += [time.monotonic() - self.received_s] * new
+            elif new and (self.resumable or self.staged):
+                offset_s = time.monotonic() - self.received_s if self.staged else 0.0
+                self.unsent_groups.append((tuple(choice.token_ids), offset_s))
+
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens since the last one. If chunks carry ids or times, each engine
         output is a chunk: another engine repeats them in these steps, and a stage may end without
@@ -396,7 +428,7 @@ async def _watch(
             for number, output in enumerate((*repeated, latest), 1):
                 if number % AT_ONCE == 0:
                     await asyncio.sleep(0)
-                _count(output, call, plain, first_prompt, counted)
+                call.count(output, counted, plain, first_prompt)
                 if not plain:
                     yield output
                     continue
@@ -418,37 +450,6 @@ def _check_bound(output: Any, call: ApiCall) -> None:
             None,
         )
         raise call.refusal
-
-
-def _count(
-    output: Any, call: ApiCall, plain: bool, first_prompt: bool, counted: dict[int, int]
-) -> None:
-    """Record an output. ``counted`` are the earlier tokens of its request, by choice."""
-    if not counted:
-        call.prompt_tokens += len(output.prompt_token_ids or ())
-        call.cached_tokens += output.num_cached_tokens or 0
-        if first_prompt and call.stats is None:
-            call.stats = output.metrics
-    if first_prompt and output.kv_transfer_params:
-        call.offer = output.kv_transfer_params
-    for choice in output.outputs:
-        before = counted.get(choice.index, 0)
-        # Cumulative outputs repeat the earlier tokens, deltas do not.
-        new = len(choice.token_ids) - (before if plain else 0)
-        counted[choice.index] = before + new
-        call.output_tokens += new
-        if first_prompt and choice.index == 0:
-            if call.ends and not call.reasoned:
-                ended = end_among(choice.token_ids[before if plain else 0 :], call.ends)
-                if ended:
-                    call.reasoned = before + ended
-                    call.unsent_reasoned = call.unsent_tokens + ended
-            call.unsent_tokens += new
-            if plain:
-                call.offsets_s += [time.monotonic() - call.received_s] * new
-            elif new and (call.resumable or call.staged):
-                offset_s = time.monotonic() - call.received_s if call.staged else 0.0
-                call.unsent_groups.append((tuple(choice.token_ids), offset_s))
 
 
 def _later_part(sampling_params: Any) -> Any:

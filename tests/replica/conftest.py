@@ -39,13 +39,6 @@ class Started(NamedTuple):
     info: EngineInfo
     compiled: list[int]
 
-    @property
-    def batch_log(self) -> list[str]:
-        """Its lines so far."""
-        path = self.engine._config.batch_log
-        assert path is not None
-        return (path / "replica-1.jsonl").read_text().splitlines()
-
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:

@@ -24,8 +24,11 @@ os.environ.update(
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.batching import make_policy
+from sluice.scheduling.batching import BatchPolicy, make_policy
+from sluice.scheduling.fleet.local_orders import SLIDE
+from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView
 
 Requests = list[tuple[list[int], int, SLO | None]]
 """Prompt tokens, number of output tokens, objective."""
@@ -215,14 +218,33 @@ def params_of(
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=extra)
 
 
+class RandomDeferral(BatchPolicy):
+    """Leaves out half of the queue, cuts prefills anywhere, in random order."""
+
+    name = "random-deferral"
+    source = "this test"
+    local_order = SLIDE
+
+    def fill(self, batch: Any, queue: QueueView, now_s: float, latency: LatencyModel) -> None:
+        chance = random.Random(f"{len(queue)}:{queue.table[0].tolist()}")
+        rows = list(range(len(queue)))
+        chance.shuffle(rows)
+        for row in rows[: (len(rows) + 1) // 2]:
+            batch.add(row, chance.randrange(1, 41))
+
+
+def random_prompt(chance: random.Random, length: int) -> list[int]:
+    return [chance.randrange(300, 1000) for _ in range(length)]
+
+
 def mixed_requests(count: int, seed: int = 0, longest: int = 500) -> Requests:
     """Prompts of very different length, some sharing a prefix, with varied objectives."""
     chance = random.Random(seed)
-    shared = [chance.randrange(300, 1000) for _ in range(150)]
+    shared = random_prompt(chance, 150)
     requests: Requests = []
     for i in range(count):
         length = int(2 ** chance.uniform(0, longest.bit_length() - 1))
-        prompt = [chance.randrange(300, 1000) for _ in range(length)]
+        prompt = random_prompt(chance, length)
         if i % 4 == 0:
             prompt = (shared + prompt)[:longest]
         requests.append((prompt, chance.randrange(1, 40), OBJECTIVES[i % len(OBJECTIVES)]))

@@ -8,11 +8,8 @@ from typing import Any
 
 class KnownModel:
     """Runs batches as a worker does: it keeps the sampled tokens of requests to itself, so the
-    next batch can be scheduled without them.
-
-    Args:
-        token_at: the token of a request, by its name, at a position.
-    """
+    next batch can be scheduled without them. ``token_at``: the token of a request, by its name, at
+    a position."""
 
     def __init__(self, token_at: Callable[[str, int], int]) -> None:
         self._token_at = token_at
@@ -22,15 +19,11 @@ class KnownModel:
         """What vLLM's model runner returns for its scheduler's ``output``."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        start = {}
         for new in output.scheduled_new_reqs:
             self._length.setdefault(new.req_id, len(new.prompt_token_ids))
-            start[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        start.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled = []
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            end = start[request_id] + tokens
+        for request_id, start, tokens in self.parts(output):
+            end = start + tokens
             length = self._length[request_id]
             assert end <= length, "scheduled past the tokens that exist"
             sampled.append([self._token_at(request_id, length)] if end == length else [])
@@ -41,6 +34,14 @@ class KnownModel:
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=sampled,
         )
+
+    def parts(self, output: Any) -> list[tuple[str, int, int]]:
+        """Of each request in a batch: its name, the tokens computed before, and those of it."""
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        tokens = output.num_scheduled_tokens
+        return [(name, starts[name], count) for name, count in tokens.items()]
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""

@@ -1,28 +1,24 @@
-"""The deployment on real Ray Serve, with simulated engines and a real controller."""
+"""A replica with several ranks (simulated engines, and the real controller in this process), and
+its number as Serve has it. tests/e2e has replicas in Serve."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import ray
-from prometheus_client.parser import text_string_to_metric_families
-from ray import serve
 from ray.serve._private.config import DeploymentConfig
 
-from sluice.controller.client import ControllerClient, controller_actor_name, stop_controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.discovery import NAMESPACE
 from sluice.deploy.autoscaling import serve_autoscaling
 from sluice.protocol.requests import (
     EngineRequest,
-    ResponseChunk,
+    Progress,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
+    ResponseTaken,
     request_key,
 )
 from sluice.replica.config import (
@@ -31,233 +27,149 @@ from sluice.replica.config import (
     ReplicaConfig,
     SimulatedEngineConfig,
 )
-from sluice.replica.deployment import ConfiguredReplicas, ReplicaServer, _core
-from sluice.scheduling.batching.batch import begin
+from sluice.replica.deployment import ConfiguredReplicas, Ranks, make_engines, names_of
+from sluice.replica.server import Replica
+from sluice.replica.simulated.engine import SimulatedEngine
+from sluice.scheduling.fleet.ranks import rank_name, rank_of, replica_of
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
+from tests.controller.observed import ObservedController
 from tests.e2e.conftest import PATIENT
-from tests.own_ray import own_ray
+from tests.replica.waiting import until
 
-APP = "replicas"
-CONTROLLER = ControllerConfig.model_validate({**PATIENT, "policy": "round_robin"})
-LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with own_ray(num_cpus=8):
-        try:
-            serve.start(proxy_location="Disabled")
-            yield
-        finally:
-            serve.shutdown()
-            stop_controller(APP)
+RANKS = 2
+CONTROLLER = ControllerConfig.model_validate({**PATIENT, "policy": "least_tokens"})
 
 
-@pytest.fixture
-async def replicas(cluster: None) -> AsyncIterator[Any]:
-    """A handle to two replicas whose steps take a while."""
-    application = (
-        serve.deployment(ReplicaServer)
-        .options(
-            num_replicas=2,
-            ray_actor_options={"num_cpus": 0.01},
-            graceful_shutdown_wait_loop_s=0.1,
-            max_ongoing_requests=1000,
-        )
-        .bind(
-            EngineConfig(
-                kind="simulated",
-                model="model",
-                simulated=SimulatedEngineConfig(step_s=0.005, token_s=0, context_token_s=0),
-            ),
-            ReplicaConfig(drain_timeout_s=10),
-            CONTROLLER,
-        )
+@asynccontextmanager
+async def running(step_s: float = 0.0) -> AsyncIterator[tuple[Ranks, ObservedController]]:
+    """A replica of simulated ranks that report to a controller."""
+    engine = EngineConfig(
+        kind="simulated",
+        model="model",
+        simulated=SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0),
+        vllm_args={"data-parallel-size": RANKS},
     )
-    handle = await asyncio.to_thread(serve.run, application, name=APP, route_prefix=None)
-    handle._init(_run_router_in_separate_loop=True)
-    yield handle
-    await asyncio.to_thread(serve.delete, APP)
+    config = ReplicaConfig(report_interval_s=0.001, hung_after_s=0.1)
+    controller = ObservedController(CONTROLLER)
+    made = zip(names_of("abc", RANKS), make_engines(engine, "abc", 8, 0), strict=True)
+    ranks = Ranks("abc", [Replica(name, "node", one, config, controller) for name, one in made])
+    await ranks.start()
+    try:
+        await until(lambda: len(controller._mirror.replicas) == RANKS)
+        yield ranks, controller
+    finally:
+        await ranks.stop()
 
 
-def loops_compiled(_replica: object) -> int:
-    """Forms of a policy's loop that this process has machine code of."""
-    return len(begin.signatures)  # type: ignore[attr-defined]
+def asked(name: str, rank: int | None, tokens: int = 1, **fields: Any) -> EngineRequest:
+    body = {"prompt": "a prompt", "max_tokens": tokens, "stream": True}
+    return EngineRequest(name, "completions", body, SLO(), rank=rank, **fields)
 
 
-async def check_loops_compiled() -> None:
-    """No request will wait for a compiler."""
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
-    actors = [ray.get_actor(name, "serve") for name in names if name.startswith("SERVE_REPLICA")]
-    assert len(actors) == 2
-    for actor in actors:
-        assert await actor.__ray_call__.remote(loops_compiled) > 0
+async def items_of(ranks: Ranks, request: EngineRequest, target: str | None = "abc") -> list[Any]:
+    return [item async for batch in ranks.generate(request, target) for item in batch]
 
 
-def completion(request_id: str, **body: Any) -> EngineRequest:
-    return EngineRequest(request_id, "completions", {"prompt": "a prompt", **body}, SLO(ttft_s=1))
+def test_names_of_ranks() -> None:
+    assert names_of("abc", 1) == ["abc"]
+    assert names_of("abc", 2) == ["abc:0", "abc:1"]
+    assert (replica_of("abc:1"), rank_of("abc:1")) == ("abc", 1)
+    assert (replica_of("abc"), rank_of("abc")) == ("abc", None)
+    assert rank_of("abc:1~x,y?z") == 1, "the hint of a call begins with it"
+    assert rank_of("~x?y") is None
+    assert rank_name("abc", 0) == "abc:0"
 
 
-async def items_of(handle: Any, request: EngineRequest) -> list[ResponseItem]:
-    response = handle.options(stream=True).generate.remote(request)
-    return [item async for batch in response for item in batch]
+async def test_each_rank_is_a_replica_to_the_controller_which_chooses_one() -> None:
+    async with running(step_s=0.02) as (ranks, controller):
+        # Longer than the controller compiles its loops.
+        long = asyncio.create_task(items_of(ranks, asked("long", 0, tokens=4_000), "abc:0"))
+        await until(lambda: ranks.replicas[0].live_requests == 1)
+
+        async def live() -> dict[str, int]:
+            rows = (await controller.snapshot())["replicas"]
+            return {row["replica_id"]: row["waiting"] + row["running"] for row in rows}
+
+        async with asyncio.timeout(20):
+            while await live() != {"abc:0": 1, "abc:1": 0}:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        query = RouteQuery(request_key("next"), SLO(ttft_s=30), 4)
+        (decision,) = (await controller.route([query])).decisions
+        assert decision.replica_id == "abc:1"
+        head, *_, tail = await items_of(ranks, asked("next", rank_of("abc:1")), "abc:1")
+        assert isinstance(head, ResponseHead)
+        assert head.replica_id == decision.replica_id
+        assert isinstance(tail, ResponseTail)
+        await ranks.abort("long")
+        assert (await long)[0].replica_id == "abc:0"
+        assert ranks.snapshot()["live_requests"] == 0
+
+        await controller.replica_gone(["abc"])  # Serve knows the replica by this name
+        (none,) = (await controller.route([query])).decisions
+        assert none.replica_id is None
 
 
-async def eventually(condition: Any) -> Any:
-    """The first true result of an asynchronous condition."""
-    async with asyncio.timeout(LIMIT_S):
-        while not (result := await condition()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    return result
+async def test_without_a_rank_the_one_with_the_fewest_requests_serves_and_says_so() -> None:
+    async with running(step_s=0.02) as (ranks, _):
+        long = asyncio.create_task(items_of(ranks, asked("long", 0, tokens=4_000)))
+        await until(lambda: ranks.replicas[0].live_requests == 1)
+        for target, request in (
+            ("", asked("confirmed", None, confirm=True)),
+            ("other:0", asked("moved", 0)),
+        ):
+            taken, head, *_ = await items_of(ranks, request, target)
+            assert taken == ResponseTaken("abc:1")
+            assert head.replica_id == "abc:1"
+        await ranks.abort("long")
+        await long
 
 
-def fresh(snapshot: dict[str, Any] | None) -> set[str]:
-    """Names of the replicas that the controller would send requests to."""
-    listed = (snapshot or {}).get("replicas", ())
-    return {entry["replica_id"] for entry in listed if entry["condition"] == "fresh"}
+async def test_one_rank_that_hangs_leaves_the_other_as_it_is() -> None:
+    async with running(step_s=0.001) as (ranks, _):
+        stalled = ranks.replicas[0].engine
+        assert isinstance(stalled, SimulatedEngine)
+        stalled.stall()
+        waits = asyncio.create_task(items_of(ranks, asked("stuck", 0)))
+        # The watchdog is patient in the first steps of an engine.
+        ranks.replicas[0]._watchdog._first_step = -100  # type: ignore[union-attr]
+        await until(lambda: ranks.progress(["stuck"], "abc:0~x").hung)
+        assert ranks.progress(["stuck"], "abc:1") == Progress("abc:1", False, ("stuck",))
+        assert ranks.progress(["stuck", "?"], "abc") == Progress("abc", True, ("?",))
+        assert (await items_of(ranks, asked("other", 1)))[0].replica_id == "abc:1"
+        stalled.recover()
+        await waits
 
 
-@pytest.mark.release
-@pytest.mark.ray
-@pytest.mark.own_ray
-async def test_life_of_a_replica(replicas: Any) -> None:
-    client = await asyncio.to_thread(ControllerClient, APP, CONTROLLER, 5.0)
+async def test_a_rank_that_is_not_there_is_no_error() -> None:
+    """A decision may be older than the number of ranks."""
+    async with running() as (ranks, _):
+        assert (await items_of(ranks, asked("r", 7), "abc:7"))[0].replica_id in ("abc:0", "abc:1")
+        assert ranks.progress((), "abc:7") == Progress("abc", False)
 
-    async def registered() -> set[str]:
-        names = fresh(await client.snapshot())
-        return names if len(names) == 2 else set()
 
-    names = await eventually(registered)
-    await check_loops_compiled()
+async def test_all_ranks_drain_and_leave() -> None:
+    async with running(step_s=0.005) as (ranks, controller):
+        requests = [asked(f"r{rank}", rank, tokens=20) for rank in range(RANKS)]
+        live = [asyncio.create_task(items_of(ranks, each)) for each in requests]
+        await until(lambda: all(each.live_requests for each in ranks.replicas))
+        await ranks.drain()
+        assert all([isinstance((await each)[-1], ResponseTail) for each in live])
+        await ranks.stop()
+        assert not controller._mirror.replicas
+        with pytest.raises(Exception, match="dead"):
+            await ranks.check_health()
 
-    # Responses are whole, and come from replicas that the controller knows by the same name.
-    async def answered() -> set[str]:
-        requests = [completion(f"r{index}", max_tokens=30, stream=True) for index in range(20)]
-        results = await asyncio.gather(*(items_of(replicas, request) for request in requests))
-        heads = set()
-        for items in results:
-            head, tail = items[0], items[-1]
-            assert isinstance(head, ResponseHead)
-            assert isinstance(tail, ResponseTail)
-            assert tail.output_tokens == 30
-            assert sum(item.tokens for item in items if isinstance(item, ResponseChunk)) == 30
-            heads.add(head.replica_id)
-        assert heads <= names
-        return heads
 
-    async def both_answer() -> bool:
-        # Serve tells a handle of new replicas after they have told the controller of themselves.
-        return await answered() == names
-
-    await eventually(both_answer)
-    models = await replicas.models.remote()
-    assert [entry["id"] for entry in models["data"]] == ["model"]
-
-    # The controller's reservations end with the requests: it saw them live or as finished.
-    decision = await client.route(RouteQuery(request_key("placed"), SLO(), 2))
-    assert decision is not None
-    assert decision.replica_id in names
-    await items_of(replicas, completion("placed", max_tokens=2))
-
-    async def nothing_reserved() -> bool:
-        snapshot = await client.snapshot()
-        return snapshot is not None and snapshot["reservations"] == 0
-
-    await eventually(nothing_reserved)
-    snapshot = await client.snapshot()
-    assert snapshot is not None
-    assert snapshot["reservations_expired"] == 0
-
-    # A consumer that goes away frees the engine.
-    response = replicas.options(stream=True).generate.remote(
-        completion("gone", max_tokens=8000, stream=True)
+def test_the_configured_number_is_the_last_one_and_of_an_autoscaled_pool_the_least() -> None:
+    configured = ConfiguredReplicas()
+    assert configured.number is None
+    for number in (9, 1):
+        configured.on_config(DeploymentConfig.from_default(num_replicas=number))
+        assert configured.number == number
+    bounds = AutoscalingConfig(min_replicas=3, initial_replicas=4, max_replicas=8)
+    scaled = serve_autoscaling(bounds)
+    configured.on_config(
+        DeploymentConfig.from_default(num_replicas=None, autoscaling_config=scaled)
     )
-    await anext(aiter(response))
-    assert await live(replicas) == 1
-    response.cancel()
-
-    async def idle() -> bool:
-        return await live(replicas) == 0
-
-    await eventually(idle)
-
-    # A controller that was killed knows the replicas again, by their own doing.
-    before = await client.snapshot()
-    assert before is not None
-    ray.kill(ray.get_actor(controller_actor_name(APP), NAMESPACE), no_restart=False)
-
-    async def rebuilt() -> bool:
-        snapshot = await client.snapshot()
-        return (
-            snapshot is not None
-            and snapshot["epoch"] != before["epoch"]
-            and fresh(snapshot) == names
-        )
-
-    await eventually(rebuilt)
-
-    # Each replica's metrics reach the controller's page.
-    async def steps() -> float:
-        page = await client.render_metrics()
-        samples = [
-            sample
-            for family in text_string_to_metric_families((page or b"").decode())
-            for sample in family.samples
-        ]
-        gauges = {s.labels["replica"] for s in samples if s.name == "sluice_latency_correction"}
-        counts = [s.value for s in samples if s.name == "sluice_engine_steps_total"]
-        return sum(counts) if gauges == names else 0.0
-
-    assert await eventually(steps) > 30
-
-    # Stopped gracefully: a live stream ends whole, and the controller is told.
-    last = asyncio.create_task(items_of(replicas, completion("last", max_tokens=200, stream=True)))
-
-    async def started() -> bool:
-        return await live(replicas) == 1
-
-    await eventually(started)
-    await asyncio.to_thread(serve.delete, APP)
-    assert isinstance((await last)[-1], ResponseTail)
-
-    async def forgotten() -> bool:
-        snapshot = await client.snapshot()
-        return snapshot is not None and not fresh(snapshot)
-
-    await eventually(forgotten)
-    await client.close()
-
-
-async def live(handle: Any) -> int:
-    """Live requests of all replicas."""
-    snapshots = await handle.broadcast("engine_snapshot").results_async()
-    return sum(snapshot["live_requests"] for snapshot in snapshots)
-
-
-def test_replicas_are_pinned_to_the_cores_that_the_process_may_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 4, 6})
-    assert [_core(rank) for rank in range(5)] == [4, 6, 9, 4, 6]
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert [_core(rank) for rank in range(3)] == [0, 1, 0]
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_fixed_number_is_what_was_deployed_last(count: int) -> None:
-    it = ConfiguredReplicas()
-    assert it.number is None
-    it.hear(DeploymentConfig.from_default(num_replicas=9))
-    it.hear(DeploymentConfig.from_default(num_replicas=count))
-    assert it.number == count
-
-
-def test_an_autoscaled_one_has_a_least() -> None:
-    scaled = serve_autoscaling(
-        AutoscalingConfig(min_replicas=3, initial_replicas=4, max_replicas=8)
-    )
-    it = ConfiguredReplicas()
-    it.hear(DeploymentConfig.from_default(num_replicas=None, autoscaling_config=scaled))
-    assert it.number == 3
+    assert configured.number == 3

@@ -8,11 +8,20 @@ import time
 
 import pytest
 
-from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, TOKEN_UNITS, PromptPrefix
 
 from .known_model import KnownModel
-from .test_vllm_async import BLOCK, CALM, loop, make, no_full_collection, token_at
+from .test_vllm_async import (
+    BLOCK,
+    CALM,
+    expected_of,
+    loop,
+    make,
+    no_full_collection,
+    request_of,
+    tier_of,
+    token_at,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +41,7 @@ class ModelWithHost(KnownModel):
 
     def __init__(self):
         super().__init__(token_at)
-        self._valid = {}
+        self._valid = set()
         self._under_way = []
         self.loaded = 0
         self.ran = 0
@@ -52,15 +61,14 @@ class ModelWithHost(KnownModel):
             meta.mark_completed(job)
             if load is not None:
                 arrived.add(load.req_id)
-                self._valid[load.req_id] = TOKENS
+                self._valid.add(load.req_id)
         jobs = output.kv_connector_metadata
         self._under_way += [((job, None), 0) for job in jobs.store_jobs]
         self._under_way += [((job, load), 1) for job, load in jobs.load_jobs.items()]
         self.loaded += len(jobs.load_jobs)
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        for request_id, start in starts.items():
-            cached = self.on_gpu if request_id not in self._valid else TOKENS
-            assert start <= cached, "KV that is not there"
+        for new in output.scheduled_new_reqs:
+            cached = self.on_gpu if new.req_id not in self._valid else TOKENS
+            assert new.num_computed_tokens <= cached, "KV that is not there"
         self.ran += output.total_num_scheduled_tokens
         ran = super().run(output)
         ran.kv_connector_output = KVConnectorOutput(
@@ -73,57 +81,29 @@ class Bench:
     """One scheduler, and prompts by number."""
 
     def __init__(self, model, directory, in_flight=1):
-        from vllm.config import KVTransferConfig
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        tier = KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={"cpu_bytes_to_use": IN_HOST * 4096},
-        )
+        tier = tier_of("OffloadingConnector", {"cpu_bytes_to_use": IN_HOST * 4096})
+        args = {"kv_transfer_config": tier, "enable_prefix_caching": True}
         self._in_flight = in_flight
         self.scheduler, self.table = make(
-            model,
-            directory,
-            "deadline_triage",
-            BLOCKS,
-            in_flight,
-            kv_transfer_config=tier,
-            enable_prefix_caching=True,
+            model, directory, "deadline_triage", BLOCKS, in_flight, **args
         )
         self.worker = ModelWithHost()
         self.scheduler._host._clock = lambda: self.worker.now_s
         self._served = 0
 
     def request(self, prompt):
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
         self._served += 1
-        name = f"{prompt}-{self._served}"
         chunks = tuple(100 * prompt + 1 + chunk for chunk in range(CHUNKS))
         prefix = PromptPrefix(chunks, TOKENS * TOKEN_UNITS)
-        args = RequestArgs(name, time.monotonic(), CALM, prefix=prefix)
-        return Request(
-            request_id=name,
-            prompt_token_ids=[token_at(f"prompt {prompt}", i) for i in range(TOKENS)],
-            sampling_params=SamplingParams(
-                temperature=0.0, max_tokens=4, ignore_eos=True, extra_args=to_xargs(args)
-            ),
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        name, told = f"{prompt}-{self._served}", {"prompt": f"prompt {prompt}", "prefix": prefix}
+        return request_of(name, TOKENS, 4, CALM, time.monotonic(), **told)
 
     def serve(self, prompt):
         """Generate after a prompt; the tokens that were computed."""
         request, before = self.request(prompt), self.worker.ran
         self.worker.on_gpu = self.scheduler._hits._look_up(request).tokens
         received = loop(self.scheduler, self._in_flight, [request], (), self.worker)
-        expected = [token_at(request.request_id, TOKENS + i) for i in range(4)]
-        assert received[request.request_id] == expected
+        assert received[request.request_id] == expected_of(request)
         return self.worker.ran - before
 
     def shown(self):

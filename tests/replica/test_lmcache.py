@@ -15,15 +15,23 @@ from types import SimpleNamespace
 import pytest
 
 from sluice.deploy.ray_start import free_port
-from sluice.protocol.requests import EngineRequest, ResponseChunk
-from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.replica.vllm.engine import VllmEngine
 
 from .attentive import attentive_model
-from .in_process import InProcess, mixed_requests
+from .in_process import InProcess, mixed_requests, outputs_of_stock
 from .known_model import KnownModel
-from .small_engine import small_config
-from .test_vllm_async import BLOCK, CALM, loop, make, no_full_collection, token_at
+from .small_engine import data_of, greedy, items_of, small_config
+from .test_vllm_async import (
+    BLOCK,
+    CALM,
+    check_idle,
+    expected_of,
+    loop,
+    make,
+    no_full_collection,
+    request_of,
+    token_at,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -86,17 +94,9 @@ def settle(engine):
 def test_text_after_loads_is_that_of_stock_vllm(tier, tmp_path, blocks):
     """Also where blocks are short and requests preempted."""
     model, requests = attentive_model(tmp_path), mixed_requests(24)
-    (tmp_path / "stock").mkdir()
-    stock = InProcess(model, tmp_path / "stock")
-    expected = stock.generate(requests)
-    stock.close()
-    engine = InProcess(
-        model,
-        tmp_path,
-        "deadline_triage",
-        kv_transfer_config=tier,
-        num_gpu_blocks_override=blocks,
-    )
+    expected = outputs_of_stock(model, tmp_path, requests)
+    args = {"kv_transfer_config": tier, "num_gpu_blocks_override": blocks}
+    engine = InProcess(model, tmp_path, "deadline_triage", **args)
     try:
         assert engine.generate(requests) == expected
         settle(engine)
@@ -116,15 +116,15 @@ def test_text_after_loads_is_that_of_stock_vllm(tier, tmp_path, blocks):
 
 async def test_a_replicas_engine_loads_what_has_left_its_own_cache(tier, tmp_path):
     """Which holds three of six prompts."""
-    config = small_config(attentive_model(tmp_path), tmp_path, kv_cache_memory_bytes=40 << 15)
-    own = {
-        "kv-offloading-size": 1,
-        "kv-offloading-backend": "lmcache",
-        "kv-transfer-config": {**tier, "kv_connector": None},
-        "enable-prompt-tokens-details": True,
+    args = {
+        "kv_cache_memory_bytes": 40 << 15,
+        "kv_offloading_size": 1,
+        "kv_offloading_backend": "lmcache",
+        "kv_transfer_config": {**tier, "kv_connector": None},
+        "enable_prompt_tokens_details": True,
     }
-    args = config.vllm_args | own
-    engine = VllmEngine(config.model_copy(update={"vllm_args": args}), "lmcache", 32)
+    config = small_config(attentive_model(tmp_path), tmp_path, **args)
+    engine = VllmEngine(config, "lmcache", 32)
     prompts = [[token_at(f"engine {i}", at) for at in range(TOKENS)] for i in range(PROMPTS)]
     await engine.start()
     try:
@@ -144,17 +144,8 @@ async def test_a_replicas_engine_loads_what_has_left_its_own_cache(tier, tmp_pat
 
 async def answer(engine, name, prompt):
     """An answer's greedy tokens, and how many of its prompt's tokens were not computed."""
-    body = {
-        "model": "small",
-        "prompt": prompt,
-        "max_tokens": OUTPUT,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    asked = EngineRequest(name, "completions", body, CALM)
-    items = [item async for item in engine.generate(asked)]
-    told = json.loads(b"".join(each.data for each in items if isinstance(each, ResponseChunk)))
+    body = {"prompt": prompt, "max_tokens": OUTPUT, "return_token_ids": True}
+    told = json.loads(data_of(await items_of(engine, greedy(name, slo=CALM, **body))))
     details = told["usage"]["prompt_tokens_details"] or {}
     return told["choices"][0]["token_ids"], details.get("cached_tokens", 0)
 
@@ -203,11 +194,8 @@ class ModelWithKv(KnownModel):
         ran = super().run(output)
         if not output.num_scheduled_tokens:
             time.sleep(0.002)  # while LMCache answers or copies
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        for name, count in output.num_scheduled_tokens.items():
-            self._compute(name, starts[name], count)
+        for part in self.parts(output):
+            self._compute(*part)
         if not output.has_sync_kv_loads:
             connector.start_load_kv(None)
         connector.wait_for_save()
@@ -241,35 +229,6 @@ class ModelWithKv(KnownModel):
         self.ran += count
 
 
-def requests_of(case, served):
-    """One after each prompt of a case: what LMCache has of another case is of no use here."""
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    made = []
-    for prompt in range(PROMPTS):
-        name = f"{case} {prompt} {served}"
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=OUTPUT,
-            ignore_eos=True,
-            extra_args=to_xargs(RequestArgs(name, time.monotonic(), CALM)),
-        )
-        made.append(
-            Request(
-                request_id=name,
-                prompt_token_ids=[token_at(f"{case} {prompt}", i) for i in range(TOKENS)],
-                sampling_params=params,
-                pooling_params=None,
-                block_hasher=get_request_block_hasher(BLOCK, sha256),
-            )
-        )
-    return made
-
-
 @pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_batch_reads_kv_that_has_arrived(model, tier, tmp_path, policy, in_flight):
@@ -277,30 +236,27 @@ def test_a_batch_reads_kv_that_has_arrived(model, tier, tmp_path, policy, in_fli
     left it when they come again."""
     from vllm.config import KVTransferConfig
 
-    scheduler, table = make(
-        model,
-        tmp_path,
-        policy,
-        40,
-        in_flight,
-        kv_transfer_config=KVTransferConfig(**tier),
-        enable_prefix_caching=True,
-    )
+    args = {"kv_transfer_config": KVTransferConfig(**tier), "enable_prefix_caching": True}
+    scheduler, table = make(model, tmp_path, policy, 40, in_flight, **args)
     scheduler.vllm_config.cache_config.kv_cache_layout = "LBHNC"
     worker = ModelWithKv(scheduler)
     try:
         ran = []
         for served in range(3):
-            arriving, before = requests_of(f"{policy} {in_flight}", served), worker.ran
+            # What LMCache has of another case is of no use here.
+            prompts = [f"{policy} {in_flight} {prompt}" for prompt in range(PROMPTS)]
+            arriving = [
+                request_of(f"{each} {served}", TOKENS, OUTPUT, CALM, time.monotonic(), prompt=each)
+                for each in prompts
+            ]
+            before = worker.ran
             received = loop(scheduler, in_flight, arriving, (), worker)
-            for request in arriving:
-                expected = [token_at(request.request_id, TOKENS + i) for i in range(OUTPUT)]
-                assert received[request.request_id] == expected
+            assert [received[each.request_id] for each in arriving] == [*map(expected_of, arriving)]
             ran.append(worker.ran - before)
         # Some are preempted, and compute their last tokens again.
         assert ran[0] >= PROMPTS * (TOKENS + OUTPUT - 1) and max(ran[1:]) < ran[0] / 4
-        assert not scheduler.requests and len(table.read().rows) == 0
-        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+        assert len(table.read().rows) == 0
+        check_idle(scheduler, 40)
     finally:
         worker.close()
         scheduler.shutdown()

@@ -32,58 +32,78 @@ def table():
     return StateTable.create(4)
 
 
-def make_scheduler(table, log=None, model=MODEL):
-    return LocalScheduler(make_policy("fcfs"), table, model, log)
-
-
 def view(request_id, pending=10):
     return RequestView(request_id, SLO(), 0.0, pending, 0, pending)
 
 
-def queue(request_id, pending=10):
-    return QueueView([view(request_id, pending)])
+class Engine:
+    """A local scheduler, around batches of the request ``e1`` that take as long as a test says."""
+
+    def __init__(self, table, log=None):
+        self.scheduler = LocalScheduler(make_policy("fcfs"), table, MODEL, log)
+        self.table, self.now_s = table, 0.0
+
+    def plan(self, *views, budget=BUDGET):
+        return self.scheduler.plan(QueueView(views), self.now_s, budget)
+
+    def end(self, step, changed=NO_ROWS, **end):
+        self.scheduler.end_step(step, self.now_s, changed, 0, 0, 1000, 1000, **end)
+
+    def step(self, seconds=0.02, tokens=10, views=None, ran=None, fetched=(), **end):
+        """Plan, run and end a batch. Returns what was planned."""
+        plan = self.plan(*([view("e1", tokens)] if views is None else views))
+        ran = [("e1", tokens, 0)] if ran is None else ran
+        step = self.scheduler.begin_step(plan, ran, self.now_s, fetched=fetched)
+        self.now_s += seconds
+        self.end(step, **end)
+        return plan
+
+    @property
+    def summary(self):
+        return self.table.read().summary
 
 
-def finish(scheduler, step, now_s):
-    scheduler.end_step(step, now_s, NO_ROWS, 0, 0, 1000, 1000)
+@pytest.fixture
+def engine(table):
+    return Engine(table)
 
 
 @pytest.mark.parametrize(("policy", "replaced"), [("slidebatching", True), ("fcfs", False)])
 def test_a_role_changes_the_policy_where_its_options_depend_on_it(table, policy, replaced):
-    table.set_role("decode")
-    made = []
+    made, planned = [], []
 
     def of_role(role):
-        made.append((role, make_policy(policy, role=role)))
-        return made[-1][1]
+        chosen = make_policy(policy, role=role)
+        plan = chosen.plan
+        chosen.plan = lambda *args: planned.append(role) or plan(*args)
+        made.append(role)
+        return chosen
 
-    first = of_role("decode")
-    scheduler = LocalScheduler(first, table, MODEL, of_role=of_role)
-    scheduler.plan(queue("e1"), 0.0, BUDGET)
-    table.set_role("prefill")
-    for _ in range(2):
-        assert scheduler.plan(queue("e1"), 0.0, BUDGET).entries == (("e1", 10),)
-    assert [role for role, _ in made] == ["decode", "prefill"]
-    assert (scheduler._policy is not first) is replaced
+    table.set_role("decode")
+    scheduler = LocalScheduler(of_role("decode"), table, MODEL, of_role=of_role)
+    for role in ("decode", "prefill", "prefill"):
+        table.set_role(role)
+        assert scheduler.plan(QueueView([view("e1")]), 0.0, BUDGET).entries == (("e1", 10),)
+    assert made == ["decode", "prefill"]
+    assert planned == ["decode", *["prefill" if replaced else "decode"] * 2]
 
 
 def test_a_step_is_planned_run_and_published(table, tmp_path):
-    scheduler = make_scheduler(table, BatchLog(tmp_path / "log" / "r.jsonl"))
-    scheduler.track("e1", RequestArgs("fleet-1", 0.0, SLO()), 1, 10, 50)
-    plan = scheduler.plan(queue("e1"), 1.0, BUDGET)
+    engine = Engine(table, BatchLog(tmp_path / "log" / "r.jsonl"))
+    engine.scheduler.track("e1", RequestArgs("fleet-1", 0.0, SLO()), 1, 10, 50)
+    slot = engine.scheduler.requests["e1"].slot
+    plan = engine.plan(view("e1"))
     assert plan.entries == (("e1", 10),)
-    step = scheduler.begin_step(plan, [("e1", 10, 0)], 1.0)
-    slot = scheduler.requests["e1"].slot
-    scheduler.end_step(step, 1.02, running(slot, 10, 1, 1, 1.02), 0, 1, 999, 1000)
+    step = engine.scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
+    engine.now_s = 0.02
+    engine.end(step, running(slot, 10, 1, 1, 0.02))
 
     state = table.read()
     assert state.rows[0]["computed_tokens"] == 10
-    assert state.summary["steps"] == 1
-    assert state.summary["plan_mismatches"] == 0
-    assert state.summary["last_step_s"] == pytest.approx(0.02)
-    assert state.summary["predicted_step_s"] == pytest.approx(0.02)
-    assert sum(state.summary["plan_histogram"]) == 1
-    assert sum(state.summary["step_ratio_histogram"]) == 1
+    assert (state.summary["steps"], state.summary["plan_mismatches"]) == (1, 0)
+    assert state.summary["last_step_s"] == state.summary["predicted_step_s"] == pytest.approx(0.02)
+    for histogram in ("plan_histogram", "step_ratio_histogram"):
+        assert sum(state.summary[histogram]) == 1
     (record,) = map(json.loads, (tmp_path / "log" / "r.jsonl").read_text().splitlines())
     assert record["plan"] == [["fleet-1", 10]]
     assert record["ran"] == [["fleet-1", 10, 0]]
@@ -93,197 +113,141 @@ def test_a_step_is_planned_run_and_published(table, tmp_path):
     ("ran", "mismatches"),
     [([("e1", 10, 0)], 0), ([("e1", 9, 0)], 1), ([], 1), ([("e1", 10, 0), ("e2", 1, 5)], 1)],
 )
-def test_what_the_engine_ran_otherwise_is_counted(table, ran, mismatches):
-    scheduler = make_scheduler(table)
-    step = scheduler.begin_step(scheduler.plan(queue("e1"), 0.0, BUDGET), ran, 0.0)
-    finish(scheduler, step, 0.02)
-    assert table.read().summary["plan_mismatches"] == mismatches
+def test_what_the_engine_ran_otherwise_is_counted(engine, ran, mismatches):
+    engine.step(ran=ran)
+    assert engine.summary["plan_mismatches"] == mismatches
 
 
-def test_with_two_steps_in_flight_each_is_charged_its_own_time(table):
-    scheduler = make_scheduler(table)
-    plan = scheduler.plan(queue("e1"), 0.0, BUDGET)
-    first = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
-    second = scheduler.begin_step(plan, [("e1", 10, 10)], 0.001)
-    finish(scheduler, first, 0.020)
-    finish(scheduler, second, 0.045)
-    assert [sample.seconds for sample in table.samples()] == pytest.approx([0.020, 0.025])
+def test_with_two_steps_in_flight_each_is_charged_its_own_time(engine):
+    plan = engine.plan(view("e1"))
+    first = engine.scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
+    second = engine.scheduler.begin_step(plan, [("e1", 10, 10)], 0.001)
+    for step, end_s in ((first, 0.020), (second, 0.045)):
+        engine.now_s = end_s
+        engine.end(step)
+    samples = [sample.seconds for sample in engine.table.samples()]
+    assert samples == pytest.approx([0.020, 0.025])
 
 
-def test_steps_slower_than_predicted_correct_the_model(table):
-    scheduler = make_scheduler(table)
-    now_s = 0.0
+def test_steps_slower_than_predicted_correct_the_model(engine):
     for _ in range(200):
-        plan = scheduler.plan(queue("e1"), now_s, BUDGET)
-        step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s)
-        now_s += 0.030
-        finish(scheduler, step, now_s)
-    summary = table.read().summary
+        engine.step(0.030)
+    summary = engine.summary
     assert summary["correction"] == summary["fixed_correction"] == pytest.approx(1.5, rel=0.01)
     assert summary["step_spread"] < 0.02
-    assert scheduler.plan(queue("e1"), now_s, BUDGET).predicted_s == pytest.approx(0.030, rel=0.01)
-
-    table.set_model(LinearLatency(a=0.030, b=0.0))
-    assert scheduler.plan(queue("e1"), now_s, BUDGET).predicted_s == pytest.approx(0.030)
+    assert engine.plan(view("e1")).predicted_s == pytest.approx(0.030, rel=0.01)
+    engine.table.set_model(LinearLatency(a=0.030, b=0.0))
+    assert engine.plan(view("e1")).predicted_s == pytest.approx(0.030)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (1, 8), (8, 1)])
-def test_plans_follow_a_change_of_the_machine_s_speed_after_four_steps(table, before, after):
-    scheduler = make_scheduler(table)
-    now_s = 0.0
-
-    def run(slowdown):
-        """One step; how long it was predicted to be, over how long it took."""
-        nonlocal now_s
-        plan = scheduler.plan(queue("e1"), now_s, BUDGET)
-        step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s)
-        seconds = 0.020 * slowdown
-        now_s += seconds
-        finish(scheduler, step, now_s)
-        return plan.predicted_s / seconds
-
+def test_plans_follow_a_change_of_the_machine_s_speed_after_four_steps(engine, before, after):
     for _ in range(200):
-        run(before)
-    errors = [abs(run(after) - 1) for _ in range(100)]
+        engine.step(0.020 * before)
+    seconds = 0.020 * after
+    errors = [abs(engine.step(seconds).predicted_s / seconds - 1) for _ in range(100)]
     assert errors[0] > 0.2
     assert max(errors[4:]) <= 0.2
 
 
-def test_plans_tell_slower_tokens_from_a_slower_step(table):
-    scheduler = make_scheduler(table)
+def test_plans_tell_slower_tokens_from_a_slower_step(engine):
     errors = []
     for step in range(120):
         tokens = 50 if step % 3 == 0 else 1
-        plan = scheduler.plan(queue("e1", tokens), 0.0, BUDGET)
-        flight = scheduler.begin_step(plan, [("e1", tokens, 0)], 0.0)
         seconds = 0.010 + 0.001 * tokens * (2 if step >= 60 else 1)
-        scheduler.end_step(flight, 0.0, NO_ROWS, 0, 0, 9, 9, seconds=seconds)
-        errors.append(abs(plan.predicted_s / seconds - 1))
+        errors.append(abs(engine.step(seconds, tokens).predicted_s / seconds - 1))
     assert errors[60] > 0.4
     assert max(errors[75:]) < 0.05
-    summary = table.read().summary
-    assert summary["correction"] == pytest.approx(2, rel=0.05)
-    assert summary["fixed_correction"] == pytest.approx(1, rel=0.1)
+    assert engine.summary["correction"] == pytest.approx(2, rel=0.05)
+    assert engine.summary["fixed_correction"] == pytest.approx(1, rel=0.1)
 
 
-def test_steps_beside_other_work_teach_nothing_unless_all_are(table):
-    scheduler = make_scheduler(table)
-
-    def run(steps, disturbed):
-        for _ in range(steps):
-            plan = scheduler.plan(queue("e1"), 0.0, BUDGET)
-            step = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
-            scheduler.end_step(step, 0.0, NO_ROWS, 0, 0, 9, 9, seconds=0.060, disturbed=disturbed)
-
-    run(30, disturbed=True)
-    assert table.read().summary["correction"] == 1.0
-    assert not table.samples()
-    assert sum(table.read().summary["step_ratio_histogram"]) == 30
-    run(300, disturbed=True)
-    assert table.read().summary["correction"] > 2.0
+def test_steps_beside_other_work_teach_nothing_unless_all_are(engine):
+    for _ in range(30):
+        engine.step(0.060, disturbed=True)
+    assert engine.summary["correction"] == 1.0
+    assert not engine.table.samples()
+    assert sum(engine.summary["step_ratio_histogram"]) == 30
+    for _ in range(300):
+        engine.step(0.060, disturbed=True)
+    assert engine.summary["correction"] > 2.0
 
 
-def test_a_request_whose_kv_is_fetched_is_no_mismatch_and_alone_no_step(table):
-    scheduler = make_scheduler(table)
-    plan = scheduler.plan(QueueView([view("e1"), view("e2", 1)]), 0.0, BUDGET)
-    step = scheduler.begin_step(plan, [("e1", 10, 0)], 0.0, fetched=["e2"])
-    finish(scheduler, step, 0.02)
-    plan = scheduler.plan(queue("e2"), 0.02, BUDGET)
-    finish(scheduler, scheduler.begin_step(plan, [], 0.02, fetched=["e2"]), 0.021)
-    summary = table.read().summary
-    assert (summary["steps"], summary["plan_mismatches"]) == (1, 0)
+def test_a_request_whose_kv_is_fetched_is_no_mismatch_and_alone_no_step(engine):
+    engine.step(views=[view("e1"), view("e2", 1)], fetched=["e2"])
+    engine.step(views=[view("e2")], ran=[], fetched=["e2"])
+    assert (engine.summary["steps"], engine.summary["plan_mismatches"]) == (1, 0)
 
 
-def test_what_is_taken_over_is_published(table):
-    scheduler = make_scheduler(table)
-    scheduler.kv_arrived(0.5, 70, 1000)
-    scheduler.kv_arrived(0.25, 30, 500)
-    scheduler.kv_failed()
-    finish(scheduler, scheduler.begin_step(BatchPlan.empty(), [], 0.0), 0.0)
-    summary = table.read().summary
-    assert summary["transfers"] == 2
-    assert summary["transfer_seconds"] == 0.75
-    assert (summary["transfer_tokens"], summary["transfer_bytes"]) == (100, 1500)
-    assert summary["transfer_failures"] == 1
+def test_kv_transfers_are_published(engine):
+    engine.scheduler.kv_arrived(0.5, 70, 1000)
+    engine.scheduler.kv_arrived(0.25, 30, 500)
+    engine.scheduler.kv_failed()
+    engine.step(views=[], ran=[])
+    names = [f"transfer{name}" for name in ("s", "_seconds", "_tokens", "_bytes", "_failures")]
+    assert engine.summary[names].tolist() == (2, 0.75, 100, 1500, 1)
 
 
 def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
-    scheduler = make_scheduler(table, BatchLog(tmp_path / "r.jsonl"))
-    step = scheduler.begin_step(scheduler.plan(QueueView(), 0.0, BUDGET), [], 0.0)
-    scheduler.end_step(step, 5.0, NO_ROWS, 3, 0, 7, 8)
-    summary = table.read().summary
-    assert (summary["steps"], summary["updated_s"], summary["waiting"]) == (0, 5.0, 3)
+    engine = Engine(table, BatchLog(tmp_path / "r.jsonl"))
+    engine.step(5.0, views=[], ran=[])
+    assert (engine.summary["steps"], engine.summary["updated_s"]) == (0, 5.0)
     assert (tmp_path / "r.jsonl").read_text() == ""
     assert table.samples() == []
+    engine.step(0.03)
+    engine.step(0.001, views=[], ran=[])
+    assert (engine.summary["steps"], engine.summary["step_started_s"]) == (1, 5.0)
+    assert engine.summary["updated_s"] == pytest.approx(5.031)
+    assert engine.summary["last_step_s"] == pytest.approx(0.03)
+    assert engine.summary["predicted_step_s"] == pytest.approx(0.02)
 
 
-def test_nobody_waits_once_all_have_left(table):
-    scheduler = make_scheduler(table)
-    scheduler.track("e1", RequestArgs("fleet-1", 0.0, SLO(), best_effort=True), 1, 10, 50)
-    waiting = QueueView([view("e1")._replace(best_effort=True)])
+def test_no_best_effort_request_waits_once_all_have_left(engine):
+    engine.scheduler.track("e1", RequestArgs("r1", 0.0, SLO(), best_effort=True), 1, 10, 50)
+    engine.now_s = 5.0
     full = BUDGET._replace(kv_blocks=0)
-    finish(scheduler, scheduler.begin_step(scheduler.plan(waiting, 5.0, full), [], 5.0), 5.0)
-    assert table.read().summary["best_effort_wait_s"] == 5.0
+    plan = engine.plan(view("e1")._replace(best_effort=True), budget=full)
+    engine.end(engine.scheduler.begin_step(plan, [], 5.0))
+    assert engine.summary["best_effort_wait_s"] == 5.0
     # Aborted: the engine has nothing left to plan.
-    scheduler.forget("e1")
-    finish(scheduler, scheduler.begin_step(BatchPlan.empty(), [], 6.0), 6.0)
-    assert table.read().summary["best_effort_wait_s"] == 0.0
+    engine.scheduler.forget("e1")
+    engine.end(engine.scheduler.begin_step(BatchPlan.empty(), [], 6.0))
+    assert engine.summary["best_effort_wait_s"] == 0.0
 
 
-def test_an_empty_batch_leaves_the_times_of_the_last_step(table):
-    scheduler = make_scheduler(table)
-    plan = scheduler.plan(queue("e1"), 1.0, BUDGET)
-    finish(scheduler, scheduler.begin_step(plan, [("e1", 10, 0)], 1.0), 1.03)
-    finish(
-        scheduler, scheduler.begin_step(scheduler.plan(QueueView(), 2.0, BUDGET), [], 2.0), 2.001
-    )
-    summary = table.read().summary
-    assert summary["updated_s"] == 2.001
-    assert summary["step_started_s"] == 1.0
-    assert summary["last_step_s"] == pytest.approx(0.03)
-    assert summary["predicted_step_s"] == pytest.approx(0.02)
-
-
-def test_a_batch_begins_behind_those_in_flight_at_the_earliest_now(table):
-    scheduler = make_scheduler(table)
-    found = []
-    for now_s, next_begins_s in ((1.03, 1.0), (2.03, 2.05)):
-        plan = scheduler.plan(queue("e1"), now_s - 0.03, BUDGET)
-        step = scheduler.begin_step(plan, [("e1", 10, 0)], now_s - 0.03)
-        scheduler.end_step(step, now_s, NO_ROWS, 0, 0, 9, 9, next_begins_s=next_begins_s)
-        found.append(table.read().summary["next_begins_s"])
-    assert found == [1.03, 2.05]
+def test_a_batch_begins_behind_those_in_flight_at_the_earliest_now(engine):
+    for next_begins_s, expected_s in ((0.01, 0.02), (0.05, 0.05)):
+        engine.now_s = 0.0
+        engine.step(next_begins_s=next_begins_s)
+        assert engine.summary["next_begins_s"] == expected_s
 
 
 def test_a_full_disk_ends_the_batch_log_and_nothing_else(table, caplog):
-    log = BatchLog(Path("/dev/full"))
-    scheduler = make_scheduler(table, log)
+    engine = Engine(table, BatchLog(Path("/dev/full")))
     with caplog.at_level(logging.WARNING):
-        for now_s in (0.0, 1.0, 2.0):
-            plan = scheduler.plan(queue("e1"), now_s, BUDGET)
-            finish(scheduler, scheduler.begin_step(plan, [("e1", 10, 0)], now_s), now_s + 0.5)
-    assert table.read().summary["steps"] == 3
+        for _ in range(3):
+            engine.step()
+    assert engine.summary["steps"] == 3
     (record,) = caplog.records
     assert "the batch log ends after 0 batches" in record.getMessage()
 
 
-def test_requests_beyond_the_table_run_without_a_row(table, caplog):
-    scheduler = make_scheduler(table)
+def test_requests_beyond_the_table_run_without_a_row(engine, caplog):
+    scheduler, table = engine.scheduler, engine.table
+    names = [f"e{index}" for index in range(6)]
     with caplog.at_level(logging.WARNING):
-        for index in range(6):
-            scheduler.track(f"e{index}", RequestArgs(f"r{index}", 0.0, SLO()), index, 10, 50)
+        for key, name in enumerate(names):
+            scheduler.track(name, RequestArgs(name, 0.0, SLO()), key, 10, 50)
     assert len(caplog.records) == 1
     assert len(table.read().rows) == 4
-    views = [view(f"e{index}") for index in range(6)]
-    plan = scheduler.plan(QueueView(views), 0.0, BUDGET)
+    plan = engine.plan(*map(view, names))
     assert len(plan.entries) == 6
-    step = scheduler.begin_step(plan, [(f"e{index}", 10, 0) for index in range(6)], 0.0)
-    slots = [scheduler.requests[f"e{index}"].slot for index in range(6)]
-    scheduler.end_step(step, 0.1, running(slots, 10, 1, 1, 0.1), 0, 6, 0, 10)
+    step = scheduler.begin_step(plan, [(name, 10, 0) for name in names], 0.0)
+    slots = [scheduler.requests[name].slot for name in names]
+    engine.end(step, running(slots, 10, 1, 1, 0.1))
     assert np.all(table.read().rows["computed_tokens"] == 10)
-    for index in range(6):
-        scheduler.forget(f"e{index}")
-        scheduler.forget(f"e{index}")
+    for name in names * 2:
+        scheduler.forget(name)
     assert len(table.read().rows) == 0
     scheduler.track("e9", RequestArgs("r9", 0.0, SLO()), 9, 10, 50)
     assert len(table.read().rows) == 1
@@ -292,8 +256,8 @@ def test_requests_beyond_the_table_run_without_a_row(table, caplog):
 CHAT = SLO(service_class="chat")
 
 
-def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(table):
-    scheduler = make_scheduler(table)
+def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(engine):
+    scheduler = engine.scheduler
 
     def expected(engine_id, slo=CHAT, most=1000):
         scheduler.track(engine_id, RequestArgs(engine_id, 0.0, slo), 1, 10, most)
@@ -313,21 +277,20 @@ def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(table
     assert expected("fourth") == 150
 
 
-def test_an_output_that_goes_on_is_expected_to_be_longer_up_to_its_limit(table):
-    scheduler = make_scheduler(table)
-    for index, tokens in enumerate((100, 100, 100)):
-        scheduler.track(f"e{index}", RequestArgs(f"r{index}", 0.0, CHAT), index, 10, 1000)
-        scheduler.forget(f"e{index}", tokens)
-    scheduler.track("long", RequestArgs("long", 0.0, CHAT), 9, 10, 160)
-    tracked = scheduler.requests["long"]
-    asked = 0
+def test_an_output_that_goes_on_is_expected_to_be_longer_up_to_its_limit(engine):
+    scheduler = engine.scheduler
+    for name in ("a", "b", "c"):
+        scheduler.track(name, RequestArgs(name, 0.0, CHAT), 1, 10, 1000)
+        scheduler.forget(name, 100)
+    tracked = scheduler.track("long", RequestArgs("long", 0.0, CHAT), 9, 10, 160)
+    prolonged = 0
     for emitted in range(1, 160):
         if emitted >= tracked.expected_tokens:
             scheduler.prolong(tracked, emitted)
-            asked += 1
+            prolonged += 1
         assert emitted < tracked.expected_tokens <= 160
     assert tracked.expected_tokens == 160
-    assert asked < 12
+    assert prolonged < 12
 
 
 STAGED = SLO.of_stages(
@@ -336,17 +299,17 @@ STAGED = SLO.of_stages(
 """Thinks, begins its answer quickly, and ends it at leisure."""
 
 
-def staged(table, slo=STAGED):
-    scheduler = make_scheduler(table)
-    scheduler.track("e1", RequestArgs("r1", 10.0, slo, reasoning_ends=frozenset({7})), 1, 100, 50)
-    return scheduler, scheduler.requests["e1"]
+def staged(table):
+    scheduler = Engine(table).scheduler
+    args = RequestArgs("r1", 10.0, STAGED, reasoning_ends=frozenset({7}))
+    return scheduler, scheduler.track("e1", args, 1, 100, 50)
 
 
 def test_the_objective_of_a_request_is_that_of_its_stage(table):
     scheduler, tracked = staged(table)
     assert (tracked.slo, tracked.begun) == (SLO(2.0, 0.2, 9.0, service_class="chat"), 0)
     row = table.read().rows[0]
-    # The controller reserves for the tightest pace to come.
+    # The controller reserves for the tightest TPOT to come.
     assert row[["ttft_s", "tpot_s", "later_stages"]].tolist() == (2.0, pytest.approx(0.05), 2)
 
     assert not scheduler.follow_stages(tracked, 1, 12.0)
@@ -367,11 +330,6 @@ def test_tokens_that_leave_together_begin_the_stage_that_the_last_is_of(table):
     assert (tracked.slo.times_s, tracked.begun) == ((0.5, 0.1, 7.0), 4)
     assert tracked.stages.position.tokens == 2
     assert table.read().rows["later_stages"] == [0]
-
-
-def test_the_end_of_a_stage_of_known_length_is_a_pace(table):
-    _, tracked = staged(table, SLO.of_stages((Stage(e2e_s=3.0, tokens=11), Stage(e2e_s=4.0))))
-    assert tracked.slo.times_s == (1.5, pytest.approx(0.15), 7.0)
 
 
 def test_a_request_without_a_row_follows_its_stages(table):

@@ -1,137 +1,86 @@
-"""What the simulated engine writes, read by the official client over HTTP."""
+"""What the simulated engine takes, and what it writes."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from typing import Any, TypeVar
 
-import openai
 import pytest
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from sluice.protocol.errors import RequestError
-from sluice.protocol.requests import Endpoint, EngineRequest, ResponseChunk, ResponseHead
+from sluice.protocol.requests import Endpoint, EngineRequest, ResponseChunk
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.openai_format import output_text, parse_call
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
-from tests.replica.waiting import until
+
+Chunk = TypeVar("Chunk", bound=BaseModel)
 
 
-def app_of(engine: SimulatedEngine) -> FastAPI:
-    """The thinnest HTTP app around an engine."""
-    api = FastAPI()
-    ids = itertools.count()
-
-    async def serve(endpoint: Endpoint, request: Request) -> Response:
-        items = engine.generate(
-            EngineRequest(str(next(ids)), endpoint, await request.json(), SLO())
-        )
-        head = await anext(items)
-        assert isinstance(head, ResponseHead)
-
-        async def chunks() -> AsyncIterator[bytes]:
-            async for item in items:
-                if isinstance(item, ResponseChunk):
-                    yield item.data
-
-        return StreamingResponse(chunks(), head.status, media_type=head.media_type)
-
-    @api.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await serve("chat", request)
-
-    @api.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await serve("completions", request)
-
-    @api.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse(await engine.models())
-
-    return api
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[openai.AsyncOpenAI]:
-    engine = SimulatedEngine(
-        EngineConfig(
-            kind="simulated",
-            model="model",
-            simulated=SimulatedEngineConfig(step_s=0, token_s=0, context_token_s=0),
-        ),
-        "r",
-        16,
-    )
+async def answer(endpoint: Endpoint, **body: Any) -> bytes:
+    """What a simulated engine answers, in bytes."""
+    truth = SimulatedEngineConfig(step_s=0, token_s=0, context_token_s=0)
+    config = EngineConfig(kind="simulated", model="model", simulated=truth)
+    engine = SimulatedEngine(config, "r", 16)
     await engine.start()
-    server = uvicorn.Server(uvicorn.Config(app_of(engine), port=0, log_level="error"))
-    serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    async with openai.AsyncOpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-    ) as made:
-        yield made
-    server.should_exit = True
-    await serving
-    await engine.stop()
+    try:
+        request = EngineRequest("r", endpoint, {"model": "model", **body}, SLO())
+        items = [item async for item in engine.generate(request)]
+    finally:
+        await engine.stop()
+    return b"".join(item.data for item in items if isinstance(item, ResponseChunk))
 
 
-async def test_chat(client: openai.AsyncOpenAI) -> None:
-    messages = [{"role": "user", "content": "how many?"}]
-    plain = await client.chat.completions.create(
-        model="model", messages=messages, max_completion_tokens=7, n=2
+def chunks(kind: type[Chunk], data: bytes) -> list[Chunk]:
+    lines = data.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [kind.model_validate_json(each.removeprefix("data: ")) for each in lines[:-2]]
+
+
+async def test_chats_are_as_openais_client_reads_them() -> None:
+    body = {"messages": [{"role": "user", "content": "how many?"}], "n": 2}
+    plain = ChatCompletion.model_validate_json(
+        await answer("chat", max_completion_tokens=7, **body)
     )
     assert plain.id.startswith("chatcmpl-")
     assert [choice.finish_reason for choice in plain.choices] == ["length", "length"]
     assert plain.usage is not None
     assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (3, 14)
-    stream = await client.chat.completions.create(
-        model="model",
-        messages=messages,
-        max_tokens=7,
-        n=2,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    texts = ["", ""]
-    reasons = []
-    usage = None
-    async for chunk in stream:
-        usage = chunk.usage
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    data = await answer("chat", max_tokens=7, **body, **streaming)
+    texts, reasons = ["", ""], []
+    for chunk in (found := chunks(ChatCompletionChunk, data)):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
             reasons += [choice.finish_reason] if choice.finish_reason else []
     assert texts == [choice.message.content for choice in plain.choices]
     assert reasons == ["length", "length"]
-    assert usage == plain.usage
+    assert found[-1].usage == plain.usage
 
 
-async def test_completions(client: openai.AsyncOpenAI) -> None:
-    plain = await client.completions.create(model="model", prompt=[1, 2, 3], max_tokens=9)
+async def test_completions_are_as_openais_client_reads_them() -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 9}
+    plain = Completion.model_validate_json(await answer("completions", **body))
     assert plain.id.startswith("cmpl-")
-    assert plain.usage is not None
-    assert plain.usage.prompt_tokens == 3
-    stream = await client.completions.create(
-        model="model", prompt=[1, 2, 3], max_tokens=9, stream=True
-    )
-    chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
-    assert chunks[-1].choices[0].finish_reason == "length"
+    assert plain.usage is not None and plain.usage.prompt_tokens == 3
+    found = chunks(CompletionPart, await answer("completions", stream=True, **body))
+    assert "".join(chunk.choices[0].text for chunk in found) == plain.choices[0].text
+    assert found[-1].choices[0].finish_reason == "length"
 
 
-async def test_models_and_errors(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in client.models.list()] == ["model"]
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        await client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192") as raised:
-        await client.completions.create(model="model", prompt="x", max_tokens=9000)
-    assert raised.value.param == "max_tokens"
+class CompletionPart(BaseModel):
+    """OpenAI's client has no type for the chunks of completions, which end with a reason."""
+
+    class Choice(BaseModel):
+        text: str
+        finish_reason: str | None
+
+    choices: list[Choice]
 
 
 def test_a_prompt_is_measured_by_its_text_or_its_ids() -> None:
@@ -179,11 +128,20 @@ def test_a_text_in_pieces_is_the_text(seed: int, choice: int, lengths: list[int]
     assert len("".join(pieces).split(" ")) == ends[-1]
 
 
-@pytest.mark.parametrize("endpoint", ["responses", "embeddings", "tokenize", "detokenize"])
-def test_what_needs_a_model_is_refused(endpoint: Endpoint) -> None:
-    with pytest.raises(RequestError, match=f"does not offer {endpoint}") as refused:
-        parse_call(endpoint, {"model": "m", "input": "x", "prompt": "x", "tokens": []}, "m", 100)
-    assert refused.value.status == 404
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status", "message"),
+    [
+        *((each, {}, 404, f"does not offer {each}") for each in ("responses", "embeddings")),
+        ("completions", {"model": "other"}, 404, "does not exist"),
+        ("completions", {"max_tokens": 9000}, 400, "maximum context length is 8192"),
+    ],
+)
+def test_what_no_answer_can_be_to_is_refused(
+    endpoint: Endpoint, body: dict[str, Any], status: int, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as refused:
+        parse_call(endpoint, {"model": "m", "prompt": "x", **body}, "m", 8192)
+    assert refused.value.status == status
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.replica.config import TransferConfig
-from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.replica.vllm.setup import parse_arguments, transfer_argument
 from tests.examples import examples
 
 pytestmark = pytest.mark.vllm
@@ -129,113 +124,3 @@ def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:
         check_kv_cache(config(object(), object()))
     with pytest.raises(UnsupportedLayoutError, match="not SlidingWindowSpec"):
         check_kv_cache(config(SlidingWindowSpec()))
-
-
-def test_the_argument_is_set_and_not_given(tmp_path: Any) -> None:
-    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
-    transfer = TransferConfig(connector="tcp", timeout_s=7.0)
-    parsed = parse_arguments({}, "m", "m", settings, transfer=transfer)
-    config = parsed.kv_transfer_config
-    assert (config.kv_role, config.kv_load_failure_policy) == ("kv_both", "recompute")
-    assert config.kv_connector_extra_config["sluice"]["timeout_s"] == 7.0
-    given = {"kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
-    # Without Sluice's hand-over an operator may use a connector for other ends.
-    assert parse_arguments(given, "m", "m", settings).kv_transfer_config.kv_connector == "X"
-
-
-def _find_lmcache(monkeypatch: pytest.MonkeyPatch, found: object) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: found if name == "lmcache" else find(name)
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "on_cpu", "reason"),
-    [
-        ({"kv-offloading-size": 8}, True, "OffloadingConnector copies KV between a GPU and"),
-        (
-            {"kv_transfer_config": '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'},
-            *(True, "this is vLLM's CPU build"),
-        ),
-        (
-            {"kv-offloading-size": 8, "kv-offloading-backend": "lmcache"},
-            *(False, "LMCacheMPConnector needs the package lmcache"),
-        ),
-        (
-            {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
-            *(False, "LMCacheConnectorV1 needs the package lmcache"),
-        ),
-        (
-            {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
-            *(True, "LMCacheConnectorV1 copies KV between a GPU and LMCache"),
-        ),
-        (
-            {"kv-offloading-size": 8, "kv-offloading-backend": "lmcache"},
-            *(True, "LMCacheMPConnector needs the package lmcache"),
-        ),
-    ],
-)
-def test_kv_in_other_memory_is_refused_where_vllms_connector_cannot_run(
-    given: dict[str, Any], on_cpu: bool, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: on_cpu)
-    _find_lmcache(monkeypatch, None)
-    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
-    with pytest.raises(ValueError, match=reason):
-        parse_arguments(given, "m", "m", settings)
-
-
-def test_lmcache_with_a_server_of_its_own_is_taken_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: True)
-    _find_lmcache(monkeypatch, object())
-    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
-    given = {"kv-transfer-config": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}}
-    parsed = parse_arguments(given, "m", "m", settings)
-    assert parsed.kv_transfer_config.kv_connector == "LMCacheMPConnector"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"kv-offloading-size": 8},
-        {"kv-offloading-size": 8, "kv-offloading-backend": "lmcache"},
-        {"kv-transfer-config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
-    ],
-)
-def test_kv_in_other_memory_and_kv_transfer_are_not_for_one_engine(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    settings = SchedulerSettings(state_table=tmp_path / "state", policy="fcfs")
-    parsed = parse_arguments(given, "m", "m", settings)
-    assert parsed.kv_offloading_size == 8 or parsed.kv_transfer_config.kv_role == "kv_both"
-
-
-def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="its package is not installed"):
-        transfer_argument(TransferConfig(connector="nixl"))
-    assert transfer_argument(TransferConfig())["kv_connector"] == "TcpConnector"
-
-
-def test_a_prefill_engine_only_sends() -> None:
-    roles = {"prefill": "kv_producer", "decode": "kv_both", "mixed": "kv_both"}
-    for role, expected in roles.items():
-        assert transfer_argument(TransferConfig(connector="tcp"), role)["kv_role"] == expected  # type: ignore[arg-type]
-
-
-def test_nixl_is_taken_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: False)
-    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
-    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
-    for connector, expected in (("auto", "NixlConnector"), ("tcp", "TcpConnector")):
-        argument = transfer_argument(TransferConfig(connector=connector, host="10.0.0.1"))
-        assert argument["kv_connector"] == expected
-        assert argument["kv_load_failure_policy"] == "recompute"
-    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.1"
-    assert int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > 0

@@ -23,6 +23,7 @@ from sluice.replica.transfer import Handle, Offer, prompt_digest
 from sluice.replica.vllm.contract import ASYNC_TRANSFER, WITH_PIPELINE, age
 from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES
+from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import SLO
 
 from .in_process import OBJECTIVES
@@ -42,6 +43,15 @@ def token_at(request_id, position):
 def usual_configuration(model):
     """To be copied, as making it takes as long as a test."""
     return configuration(model)
+
+
+def tier_of(name, extra, **more):
+    """The configuration of a KV connector."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra, **more
+    )
 
 
 def configuration(model, **args):
@@ -96,25 +106,36 @@ def requests(count, objectives=OBJECTIVES, arrival_s=0.0, best_effort=0):
     for index in range(count):
         length, output = chance.randrange(1, 300), chance.randrange(1, 30)
         objective = objectives[index % len(objectives)]
-        made.append(
-            request_of(f"r{index}", length, output, objective, arrival_s, index < best_effort)
-        )
+        shape = length, output, objective
+        made.append(request_of(f"r{index}", *shape, arrival_s, index < best_effort))
     return made
 
 
-def request_of(request_id, length, output, objective, arrival_s=0.0, best_effort=False):
-    """One with these numbers of tokens."""
+@cache
+def block_hasher():
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    init_none_hash(sha256)
+    return get_request_block_hasher(BLOCK, sha256)
+
+
+def request_of(
+    request_id, length, output, slo, arrival_s=0.0, best_effort=False, prompt=None, prefix=NO_PREFIX
+):
+    """One with these numbers of tokens. Those of one ``prompt`` share it, and its blocks."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    args = RequestArgs(request_id, arrival_s, objective, best_effort)
+    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix)
     return Request(
         request_id=request_id,
-        prompt_token_ids=[token_at(request_id, i) for i in range(length)],
+        prompt_token_ids=[token_at(prompt or request_id, i) for i in range(length)],
         sampling_params=SamplingParams(
             temperature=0.0, max_tokens=output, ignore_eos=True, extra_args=to_xargs(args)
         ),
         pooling_params=None,
+        block_hasher=block_hasher() if prompt else None,
     )
 
 
@@ -169,13 +190,22 @@ def check_whole(received, arriving, table):
     """Every request has had all of its tokens, once and in order, and nothing is left. Returns the
     summary of the state table."""
     for request in arriving:
-        length, output = request.num_prompt_tokens, request.max_tokens
-        expected = [token_at(request.request_id, length + i) for i in range(output)]
-        assert received[request.request_id] == expected
+        assert received[request.request_id] == expected_of(request)
     state = table.read()
     assert len(state.rows) == 0
     assert state.summary["plan_mismatches"] == 0
     return state.summary
+
+
+def expected_of(request):
+    """All tokens of a request's output."""
+    length, output = request.num_prompt_tokens, request.max_tokens
+    return [token_at(request.request_id, length + i) for i in range(output)]
+
+
+def check_idle(scheduler, blocks):
+    assert not scheduler.requests
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +261,7 @@ def test_in_a_pipeline_every_token_comes_once_and_in_order(
 
 
 @pytest.mark.parametrize(("tpot_s", "expected"), [(0.012, 128), (0.008, 57), (0.004, 128)])
-def test_a_batch_beside_a_decode_in_a_pipeline_leaves_it_its_pace(
+def test_a_batch_beside_a_decode_in_a_pipeline_keeps_its_tpot(
     model, tmp_path, monkeypatch, tpot_s, expected
 ):
     """A step takes 5 ms, and 0.2 ms for each token. The decode begins at 7 ms and ends at 12.2 ms;
@@ -280,27 +310,32 @@ def test_aborted_requests_leave_nothing_behind(model, tmp_path):
     assert received["r39"]
 
 
-class ModelWithTransfers(KnownModel):
-    """Also fetches KV, as a worker does: it takes some batches, and fails now and then. It knows
-    what KV there is of each request, so a batch that reads more of it trips."""
+class ModelWithKv(KnownModel):
+    """Knows what KV there is of each request, so a batch that reads more of it trips."""
 
     def __init__(self):
         super().__init__(token_at)
+        self._valid = {}
+
+    def run(self, output):
+        for request_id, start, tokens in self.parts(output):
+            assert start <= self._valid.get(request_id, 0), "KV is read that is not there"
+            self._valid[request_id] = start + tokens
+        return super().run(output)
+
+
+class ModelWithTransfers(ModelWithKv):
+    """Also fetches KV, as a worker does: it takes some batches, and fails now and then."""
+
+    def __init__(self):
+        super().__init__()
         self._chance = random.Random(5)
         self._loads = []
-        self._valid = {}
 
     def run(self, output):
         from vllm.v1.outputs import KVConnectorOutput
 
         ran = super().run(output)
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            start = starts[request_id]
-            assert start <= self._valid.get(request_id, 0), "KV is read that is not there"
-            self._valid[request_id] = start + tokens
         for load in output.kv_connector_metadata.loads:
             self._loads.append([load, self._chance.randrange(6)])
         done = [load for load, left in self._loads if left == 0]
@@ -316,17 +351,22 @@ class ModelWithTransfers(KnownModel):
         return ran
 
 
+def skip_where_tokens_are_lost(in_flight):
+    import vllm
+
+    if in_flight > 1 and age(vllm.__version__, ASYNC_TRANSFER) == "older":
+        pytest.skip("asynchronous scheduling is off beside connectors with this vLLM")
+
+
 @pytest.mark.parametrize("blocks", [1000, 40], ids=["roomy", "low-kv"])
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
 def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, in_flight, blocks):
-    import vllm
     from vllm.config import KVTransferConfig
 
     from sluice.replica.vllm.kv_connector import WorkerAddress
 
-    if in_flight > 1 and age(vllm.__version__, ASYNC_TRANSFER) == "older":
-        pytest.skip("this vLLM loses tokens so, and asynchronous scheduling is off")
+    skip_where_tokens_are_lost(in_flight)
     transfer = KVTransferConfig(**transfer_argument(TransferConfig(connector="tcp")))
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=transfer)
     assert scheduler.defer_block_free == (in_flight > 1)
@@ -343,29 +383,24 @@ def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, i
     aborted = [f"r{index}" for index in range(10, 16)]
     received = drive(scheduler, in_flight, arriving, aborted, ModelWithTransfers())
     for request in arriving:
-        length, output = request.num_prompt_tokens, request.max_tokens
-        expected = [token_at(request.request_id, length + i) for i in range(output)]
         if request.request_id not in aborted:
-            assert received[request.request_id] == expected
-    assert not scheduler.requests
-    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
+            assert received[request.request_id] == expected_of(request)
+    check_idle(scheduler, blocks)
     state = table.read()
     assert len(state.rows) == 0
-    summary = state.summary
-    assert summary["transfer_failures"] > 0
-    assert offered - len(aborted) <= summary["transfers"] + summary["transfer_failures"]
-    assert summary["transfers"] > 0
+    transfers, failures = state.summary["transfers"], state.summary["transfer_failures"]
+    assert transfers > 0 and failures > 0
+    assert offered - len(aborted) <= transfers + failures
 
 
-class ModelWithTier(KnownModel):
+class ModelWithTier(ModelWithKv):
     """Also loads the KV that :class:`~tests.replica.host_tier.HostTier` has: before the batch, or
-    in the time of three. A batch that reads other KV trips."""
+    in the time of three."""
 
     def __init__(self, in_background):
-        super().__init__(token_at)
+        super().__init__()
         self._in_background = in_background
         self._loads = deque([{}, {}])
-        self._valid = {}
         self.loaded = 0
 
     def run(self, output):
@@ -377,12 +412,6 @@ class ModelWithTier(KnownModel):
             begun = self._loads.popleft()
         self.loaded += len(begun)
         self._valid |= begun
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            assert starts[request_id] <= self._valid.get(request_id, 0), "KV that is not there"
-            self._valid[request_id] = starts[request_id] + tokens
         ran = super().run(output)
         if self._in_background:
             ran.kv_connector_output = KVConnectorOutput(finished_recving=set(begun))
@@ -396,24 +425,13 @@ def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
     model, tmp_path, policy, in_background, in_flight, blocks, later
 ):
     """A connector that an operator has configured, for prompts that no router knows of."""
-    import vllm
-    from vllm.config import KVTransferConfig
-
-    if in_flight > 1 and age(vllm.__version__, ASYNC_TRANSFER) == "older":
-        pytest.skip("this vLLM loses tokens so, and asynchronous scheduling is off")
-    tier = KVTransferConfig(
-        kv_connector="HostTier",
-        kv_connector_module_path="tests.replica.host_tier",
-        kv_role="kv_both",
-        kv_connector_extra_config={"held": 128, "in_background": in_background, "later": later},
-    )
+    skip_where_tokens_are_lost(in_flight)
+    extra = {"held": 128, "in_background": in_background, "later": later}
+    tier = tier_of("HostTier", extra, kv_connector_module_path="tests.replica.host_tier")
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=tier)
     arriving, worker = requests(40, best_effort=10), ModelWithTier(in_background)
     received = drive(scheduler, in_flight, arriving, model=worker)
-    for request in arriving:
-        length, output = request.num_prompt_tokens, request.max_tokens
-        expected = [token_at(request.request_id, length + i) for i in range(output)]
-        assert received[request.request_id] == expected
+    assert [received[each.request_id] for each in arriving] == list(map(expected_of, arriving))
     assert worker.loaded >= sum(request.num_prompt_tokens > BLOCK for request in arriving)
     summary = table.read().summary
     if blocks == 1000:
@@ -421,5 +439,5 @@ def test_kv_of_a_tier_in_host_memory_is_read_when_it_is_there(
         # Each answer once, where it is one of a connector that locks what it holds.
         assert not later or set(scheduler.connector.asked.values()) == {later + 1}
     assert (summary["kv_answer_s"] > 0) == (later > 0)
-    assert not scheduler.requests and len(table.read().rows) == 0
-    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
+    assert len(table.read().rows) == 0
+    check_idle(scheduler, blocks)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 import time
+from typing import NamedTuple
 
 import pytest
 
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
 from sluice.scheduling.request.objective import SLO
 
-from .in_process import InProcess
+from .in_process import InProcess, Since, random_prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -27,13 +28,21 @@ ARGS = {
 CHAT = SLO(ttft_s=30.0, tpot_s=5.0, priority=2)
 
 
+class Asked(NamedTuple):
+    """A best-effort request, unless it has an objective."""
+
+    name: str
+    prompt: list[int]
+    output: int
+    slo: SLO | None = None
+
+
 def prompt(seed, length):
-    chance = random.Random(seed)
-    return [chance.randrange(300, 1000) for _ in range(length)]
+    return random_prompt(random.Random(seed), length)
 
 
-LONG = ("long", prompt(1, 340), 70, None, True)
-PROMISED = [(f"chat{n}", prompt(10 + n, 425), 8, CHAT, False) for n in range(2)]
+LONG = Asked("long", prompt(1, 340), 70)
+PROMISED = [Asked(f"chat{n}", prompt(10 + n, 425), 8, CHAT) for n in range(2)]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix-cache", "no-cache"])
@@ -45,11 +54,8 @@ def engine(request, model, tmp_path_factory):
 
 
 def serve(engine, arrivals, **sampling):
-    """Run requests of ``(step of arrival, request)``; return the tokens of each as they streamed.
-    They are greedy without ``sampling``.
-
-    Each item of a stream must go on where the one before it ended.
-    """
+    """The tokens of requests that arrive before steps, by number, as they streamed: each item of a
+    stream must continue the one before it. They are greedy without ``sampling``."""
     from vllm import SamplingParams
 
     vllm = engine.llm.llm_engine
@@ -58,12 +64,11 @@ def serve(engine, arrivals, **sampling):
     step = 0
     while pending or vllm.has_unfinished_requests():
         for at, each in [item for item in pending if item[0] <= step]:
-            name, tokens, output, slo, best_effort = each
-            args = to_xargs(RequestArgs(name, time.monotonic(), slo or SLO(), best_effort))
-            sampling = sampling or {"temperature": 0.0}
-            params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=args, **sampling)
-            vllm.add_request(name, {"prompt_token_ids": tokens}, params)
-            streams[name] = []
+            args = RequestArgs(each.name, time.monotonic(), each.slo or SLO(), each.slo is None)
+            given = {"max_tokens": each.output, "extra_args": to_xargs(args)}
+            params = SamplingParams(ignore_eos=True, **given, **(sampling or {"temperature": 0.0}))
+            vllm.add_request(each.name, {"prompt_token_ids": each.prompt}, params)
+            streams[each.name] = []
             pending.remove((at, each))
         for result in vllm.step():
             tokens = list(result.outputs[0].token_ids)
@@ -76,14 +81,18 @@ def serve(engine, arrivals, **sampling):
     return streams
 
 
+def serve_alone(engine, requests, **sampling):
+    streams = {}
+    for each in requests:
+        streams |= serve(engine, [(0, each)], **sampling)
+    return streams
+
+
 @pytest.fixture(scope="module")
 def alone(engine):
     """The streams of undisturbed runs, one request after the other."""
     engine.use("fcfs")
-    streams = {}
-    for each in (LONG, *PROMISED):
-        streams |= serve(engine, [(0, each)])
-    return streams
+    return serve_alone(engine, (LONG, *PROMISED))
 
 
 # Evictions are planned before any policy fills a batch: with any of them they are the same.
@@ -92,36 +101,31 @@ def alone(engine):
 )
 def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, alone, policy):
     engine.use(policy)
-    before = engine.table.read().summary
-    batches = len(engine.batches())
+    since = Since(engine)
     arrivals = [(0, LONG), *((20 + 30 * n, each) for n, each in enumerate(PROMISED))]
     assert serve(engine, arrivals) == alone
-    after = engine.table.read().summary
-    evictions = after["evictions"] - before["evictions"]
-    assert evictions >= 1
-    assert after["evicted_tokens"] > before["evicted_tokens"]
-    log = engine.batches()[batches:]
+    assert since["evictions"] >= 1 and since["evicted_tokens"] > 0
+    log = since.batches()
     lost = [batch for batch in log if "long" in batch["preempted"]]
-    assert len(lost) == evictions
+    assert len(lost) == since["evictions"]
     # In the very step, the promised request has the memory.
     for batch in lost:
         assert any(name.startswith("chat") for name, _, _ in batch["ran"])
     assert not any(name.startswith("chat") for batch in log for name in batch["preempted"])
-    assert len(engine.table.read().rows) == 0
-    assert engine.scheduler._pool.get_num_free_blocks() == after["total_kv_blocks"]
+    state = engine.table.read()
+    assert len(state.rows) == 0
+    assert engine.scheduler._pool.get_num_free_blocks() == state.summary["total_kv_blocks"]
 
 
 def test_a_preempted_stream_goes_on_with_its_own_random_numbers(engine):
     """Though what it had is computed again, without a prefix cache in several batches."""
     engine.use("fcfs")
-    seeded = {"temperature": 1.0, "seed": 5}
-    alone = serve(engine, [(0, LONG)], **seeded)
-    assert alone != serve(engine, [(0, LONG)], temperature=1.0, seed=6)
-    (chat, *_) = PROMISED
-    alone |= serve(engine, [(0, chat)], **seeded)
-    batches = len(engine.batches())
+    seeded, chat = {"temperature": 1.0, "seed": 5}, PROMISED[0]
+    alone = serve_alone(engine, (LONG, chat), **seeded)
+    assert alone["long"] != serve(engine, [(0, LONG)], temperature=1.0, seed=6)["long"]
+    since = Since(engine)
     assert serve(engine, [(0, LONG), (40, chat)], **seeded) == alone
-    log = engine.batches()[batches:]
+    log = since.batches()
     (lost,) = [number for number, batch in enumerate(log) if "long" in batch["preempted"]]
     again = [
         tokens
@@ -138,15 +142,13 @@ def test_evictions_that_free_less_than_was_counted_go_on_until_the_promised_prom
     engine = InProcess(model, tmp_path, "fcfs", async_scheduling=False, **ARGS)
     # Each holds eight blocks when the chat comes, of which six are the same: one frees but two.
     shared = prompt(2, 192)
-    twins = [(f"twin{n}", shared + prompt(20 + n, 8), 100, None, True) for n in range(2)]
-    chat = ("chat", prompt(30, 520), 5, CHAT, False)
-    alone = {}
-    for each in (*twins, chat):
-        alone |= serve(engine, [(0, each)])
+    twins = [Asked(f"twin{n}", shared + prompt(20 + n, 8), 100) for n in range(2)]
+    chat = Asked("chat", prompt(30, 520), 5, CHAT)
+    alone = serve_alone(engine, (*twins, chat))
     engine.use("fcfs")
-    begun = len(engine.batches())
+    since = Since(engine)
     assert serve(engine, [(0, twins[0]), (2, twins[1]), (40, chat)]) == alone
-    log = engine.batches()[begun:]
+    log = since.batches()
     engine.close()
     ran = [[name for name, _, _ in batch["ran"]] for batch in log]
     assert ["twin0", "twin1"] in ran

@@ -1,15 +1,18 @@
-"""Real vLLM has what Sluice uses of it, and what it lacks is named at start."""
+"""Real vLLM has what Sluice uses of it; what it lacks, and configurations that cannot carry plans,
+are named at start."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from copy import copy
 from importlib import import_module
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sluice.replica.config import TransferConfig
-from sluice.replica.scheduler.xargs import SchedulerSettings
+from sluice.replica.vllm.contract import WITH_DATA_PARALLEL, WITH_PIPELINE, age
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.vllm
@@ -31,7 +34,7 @@ def test_this_vllm_has_what_features_use() -> None:
     from sluice.replica.preemption.executor import PreemptiveExecutor, PreemptiveGroupExecutor
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
     from sluice.replica.preemption.support import PARTS
-    from sluice.replica.vllm.contract import WITH_PREEMPTION, age, unfit, unmet
+    from sluice.replica.vllm.contract import WITH_PREEMPTION, unfit, unmet
     from sluice.replica.vllm.kv_connector import TcpConnector
     from sluice.replica.vllm.support import SPECULATION, TRANSFER
 
@@ -51,35 +54,6 @@ def test_every_import_from_vllm_is_there() -> None:
                 for alias in node.names:
                     if not hasattr(module, alias.name):  # a module, or an error
                         import_module(f"{node.module}.{alias.name}")
-
-
-def test_asynchronous_scheduling_is_vllms_choice(tmp_path: Path) -> None:
-    from sluice.replica.vllm.setup import parse_arguments
-
-    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
-    assert parse_arguments({}, "model", "name", settings).async_scheduling is None
-    off = {"async-scheduling": False}
-    assert parse_arguments(off, "model", "name", settings).async_scheduling is False
-
-
-def test_it_is_off_where_it_loses_tokens_of_transferred_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import vllm
-
-    from sluice.replica.vllm.setup import parse_arguments
-
-    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
-    tcp = TransferConfig(connector="tcp")
-    for version, choice in (("0.31.0", False), ("0.32.0", None)):
-        monkeypatch.setattr(vllm, "__version__", version)
-        parsed = parse_arguments({}, "model", "name", settings, transfer=tcp)
-        assert parsed.async_scheduling is choice
-    monkeypatch.setattr(vllm, "__version__", "0.31.0")
-    own = {"kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_both"}}
-    assert parse_arguments(own, "model", "name", settings).async_scheduling is False
-    with pytest.raises(ValueError, match=r"before vLLM 0\.32 a KV connector needs async-sched"):
-        parse_arguments({"async-scheduling": True}, "model", "name", settings, transfer=tcp)
 
 
 def test_old_versions_are_refused_and_new_ones_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,3 +95,107 @@ def test_an_unknown_version_that_lacks_something_is_refused_with_its_name(
         UnsupportedVllmError, match=r"update_from_output\(self, batch, result, epoch"
     ):
         check_overrides("Sluice", SloScheduler)
+
+
+PIPELINE = {"parallel_config.pipeline_parallel_size": 2}
+RANKS = {"parallel_config.data_parallel_size": 2}
+DRAFTS = {
+    "speculative_config": SimpleNamespace(
+        method="ngram",
+        enable_adaptive_verification=False,
+        uses_dynamic_speculative_decoding=lambda: True,
+        use_multi_module_mtp=lambda: False,
+    )
+}
+TRANSFERS = {"kv_transfer_config": SimpleNamespace()}
+
+
+def configuration(changes: Mapping[str, Any]) -> SimpleNamespace:
+    """What is read of vLLM's configuration, with values by their path."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            policy="fcfs",
+            enable_chunked_prefill=True,
+            long_prefill_token_threshold=0,
+            async_scheduling=False,
+        ),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_size_local=2,
+            distributed_executor_backend="mp",
+        ),
+        model_config=SimpleNamespace(is_encoder_decoder=False, is_moe=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *owner, name = path.split(".")
+        holder = getattr(config, owner[0]) if owner else config
+        if owner == ["speculative_config"]:
+            config.speculative_config = holder = copy(holder)
+        setattr(holder, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes", "rule"),
+    [
+        ({}, {"scheduler_config.policy": "priority"}, "must be fcfs"),
+        ({}, {"scheduler_config.enable_chunked_prefill": False}, "chunked prefill must be on"),
+        ({}, {"scheduler_config.long_prefill_token_threshold": 100}, "must be 0"),
+        ({}, {"scheduler_config.prefill_schedule_interval": 2}, "must be 1"),
+        ({}, {"parallel_config.prefill_context_parallel_size": 2}, "must be 1"),
+        ({}, {"parallel_config.distributed_executor_backend": "ray"}, "mp runs all workers on"),
+        (PIPELINE, DRAFTS, "pipeline parallelism .* speculative decoding must be off"),
+        (PIPELINE, TRANSFERS, "pipeline parallelism .* KV transfer must be off"),
+        (PIPELINE, {"model_config.is_encoder_decoder": True}, "pipeline .* encoder-decoder"),
+        (RANKS, DRAFTS, "data parallelism .* speculative decoding must be off"),
+        (RANKS, TRANSFERS, "data parallelism .* KV transfer must be off"),
+        (RANKS, {"model_config.is_moe": True}, "on CPUs the model may not have experts"),
+        (RANKS, {"parallel_config.data_parallel_size_local": 1}, "all ranks must be on the"),
+        (DRAFTS, {"scheduler_config.async_scheduling": True}, "async-scheduling must be off"),
+        (
+            DRAFTS,
+            {"speculative_config.uses_dynamic_speculative_decoding": lambda: False},
+            "by `speculative-config`",
+        ),
+        (
+            DRAFTS,
+            {"speculative_config.use_multi_module_mtp": lambda: True},
+            "several MTP layers",
+        ),
+        (DRAFTS, {"speculative_config.method": "extract_hidden_states"}, "drafts nothing"),
+        (DRAFTS, {"speculative_config.enable_adaptive_verification": True}, "must be off"),
+    ],
+)
+def test_configurations_that_cannot_carry_plans_are_refused(
+    feature: dict[str, Any], changes: dict[str, Any], rule: str
+) -> None:
+    import vllm
+
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
+
+    newest_start = max(WITH_PIPELINE, WITH_DATA_PARALLEL)
+    if feature in (PIPELINE, RANKS) and age(vllm.__version__, newest_start) == "older":
+        pytest.skip("it needs a newer vLLM")
+    check_config(configuration(feature))
+    with pytest.raises(UnsupportedVllmError, match=rule):
+        check_config(configuration({**feature, **changes}))
+
+
+def test_a_drafting_model_is_refused_where_vllm_cannot_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import vllm
+
+    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
+
+    drafting_model = configuration({**DRAFTS, "speculative_config.method": "draft_model"})
+    for version in ("0.29.0", "0.31.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        check_config(drafting_model)
+    monkeypatch.setattr(vllm, "__version__", "0.30.0")
+    check_config(configuration(DRAFTS))
+    with pytest.raises(UnsupportedVllmError, match=r"on CPUs vLLM 0\.30 drafts by ngram only"):
+        check_config(drafting_model)

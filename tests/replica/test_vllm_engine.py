@@ -16,7 +16,6 @@ import pytest
 from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
-    EngineRequest,
     ResponseChunk,
     ResponseHead,
     ResponseTail,
@@ -25,14 +24,14 @@ from sluice.protocol.requests import (
 )
 from sluice.replica.engine import MAX_CHUNK_BYTES
 from sluice.replica.profiling import profile_key
-from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.server import FIRST_STEPS, Watchdog
 from sluice.replica.vllm.engine import VllmEngine
-from sluice.replica.vllm.setup import parse_arguments, prepare_environment
 from sluice.router.request.prompt import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
+from tests.replica.small_engine import batches_of, data_of, events_of, greedy, items_of, split
+from tests.replica.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -50,50 +49,31 @@ def config(engine):
     return engine._config
 
 
-def request(request_id, endpoint, slo=None, **body):
+def request(request_id, endpoint="completions", slo=None, **body):
     prompt = {"messages": MESSAGES} if endpoint == "chat" else {"prompt": PROMPT}
-    body = (
-        {"model": "small", "temperature": 0, "max_tokens": 12, "ignore_eos": True} | prompt | body
-    )
-    return EngineRequest(request_id, endpoint, body, slo or SLO())
+    return greedy(request_id, endpoint, slo, **(prompt | body))
 
 
-async def items(engine, request):
-    return await items_of(engine.generate(request))
+async def answer(engine, request):
+    """Its head, chunks and tail."""
+    return split(await items_of(engine, request))
 
 
-async def items_of(response):
-    return [item async for item in response]
+async def stopped(engine, *tasks):
+    """Stop reading answers, and wait until the engine has forgotten their requests."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await until(lambda: not len(engine.state().rows), 120)
 
 
-def split(items):
-    head, *chunks, tail = items
-    assert isinstance(head, ResponseHead)
-    assert isinstance(tail, ResponseTail)
-    return head, chunks, tail
-
-
-def events(chunks):
-    """The JSON bodies of a stream's server-sent events."""
-    lines = b"".join(chunk.data for chunk in chunks).decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
-async def until(condition):
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - shared memory wakes nobody
-            await asyncio.sleep(0.01)
-
-
-async def test_what_is_fixed_about_the_engine(vllm):
+async def test_what_is_fixed_about_the_engine(vllm, engine):
     info = vllm.info
     assert (info.model, info.policy) == ("small", "deadline_triage")
-    assert (info.max_model_tokens, info.max_batch_tokens) == (2048, 256)
-    assert info.block_tokens == 32
+    assert (info.max_model_tokens, info.max_batch_tokens, info.block_tokens) == (2048, 256, 32)
     assert info.kv_blocks * 32 >= 2048
-    assert info.profile.report is not None
-    assert info.profile.report.samples >= 8
+    assert info.profile.report is not None and info.profile.report.samples >= 8
+    assert [model["id"] for model in (await engine.models())["data"]] == ["small"]
 
 
 async def test_the_key_of_compiled_code_has_no_name_that_the_next_start_changes(engine):
@@ -126,14 +106,14 @@ async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine
     first = request("holds", "chat", messages=asked)
     prefix = prefix_of("chat", first.body)
     assert len(prefix.hashes) == 3
-    _, _, tail = split(await items(engine, replace(first, prefix=prefix)))
+    _, _, tail = await answer(engine, replace(first, prefix=prefix))
 
     def held():
         chunks = engine.state().held
         full = chunks[chunks["hash"] != 0]
         return dict(zip(full["hash"].tolist(), full["tokens"].tolist(), strict=True))
 
-    await until(lambda: set(prefix.hashes) <= held().keys())
+    await until(lambda: set(prefix.hashes) <= held().keys(), 120)
     tokens = [held()[chunk] for chunk in prefix.hashes]
     assert tokens == sorted(tokens)
     assert all(upto % 32 == 0 for upto in tokens)
@@ -149,21 +129,20 @@ async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_streamed_and_plain_say_the_same_and_count_alike(engine, endpoint):
-    head, (body,), tail = split(await items(engine, request("plain", endpoint)))
+    head, (body,), tail = await answer(engine, request("plain", endpoint))
     assert (head.status, head.media_type) == (200, "application/json")
     plain = json.loads(body.data)
     assert body.tokens == tail.output_tokens == plain["usage"]["completion_tokens"] == 12
     assert tail.prompt_tokens == plain["usage"]["prompt_tokens"]
-    assert len(tail.token_offsets_s) == 12
-    assert list(tail.token_offsets_s) == sorted(tail.token_offsets_s)
-    assert tail.token_offsets_s[0] > 0
+    offsets_s = list(tail.token_offsets_s)
+    assert len(offsets_s) == 12 and offsets_s == sorted(offsets_s) and offsets_s[0] > 0
 
     streamed = request("stream", endpoint, stream=True)
-    head, chunks, tail = split(await items(engine, streamed))
+    head, chunks, tail = await answer(engine, streamed)
     assert (head.status, head.media_type) == (200, EVENT_STREAM)
     assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == 12
     assert tail.token_offsets_s == ()
-    choices = [choice for event in events(chunks) for choice in event["choices"]]
+    choices = [choice for event in events_of(chunks) for choice in event["choices"]]
     if endpoint == "chat":
         assert plain["choices"][0]["message"]["content"] == "".join(
             choice["delta"].get("content") or "" for choice in choices
@@ -175,14 +154,14 @@ async def test_streamed_and_plain_say_the_same_and_count_alike(engine, endpoint)
 
 async def test_of_several_prompts_and_choices_the_first_is_followed(engine):
     two = {"prompt": [PROMPT, PROMPT + " and the boats"], "n": 2, "temperature": 1.0, "seed": 7}
-    _, (body,), tail = split(await items(engine, request("many", "completions", **two)))
+    _, (body,), tail = await answer(engine, request("many", "completions", **two))
     plain = json.loads(body.data)
     assert [choice["index"] for choice in plain["choices"]] == [0, 1, 2, 3]
     assert body.tokens == len(tail.token_offsets_s) == 12
     assert tail.output_tokens == plain["usage"]["completion_tokens"] == 48
     assert tail.prompt_tokens == plain["usage"]["prompt_tokens"]
 
-    _, chunks, tail = split(await items(engine, request("s", "completions", stream=True, **two)))
+    _, chunks, tail = await answer(engine, request("s", "completions", stream=True, **two))
     assert sum(chunk.tokens for chunk in chunks) == 12
     assert tail.output_tokens == 48
 
@@ -194,10 +173,10 @@ async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(
     async def text(request_id, **body):
         prompt = "".join(f"{i} ships came to the harbour " for i in range(150))
         asked = request(request_id, "completions", prompt=prompt, max_tokens=24, **body)
-        _, (answer,), tail = split(await items(engine, asked))
+        _, (whole,), tail = await answer(engine, asked)
         assert tail.prompt_tokens > 3 * vllm.info.max_batch_tokens
         cached[request_id] = tail.cached_tokens / tail.prompt_tokens
-        return json.loads(answer.data)["choices"][0]["text"]
+        return json.loads(whole.data)["choices"][0]["text"]
 
     cached: dict[str, float] = {}
     seeded = {"temperature": 1.0, "seed": 11}
@@ -205,8 +184,7 @@ async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(
     assert await text("cached", **seeded) == chunked
     assert await text("other seed", **{**seeded, "seed": 12}) != chunked
     assert await text("greedy", seed=11) == await text("greedy, no seed") != chunked
-    batches = [json.loads(line)["ran"] for line in vllm.batch_log]
-    ran = [name for batch in batches for name, tokens, _ in batch if tokens > 1]
+    ran = [name for batch in batches_of(engine) for name, tokens, _ in batch["ran"] if tokens > 1]
     assert ran.count("chunked") > 3
     assert ran.count("cached") == 1
     assert cached["chunked"] == 0 and 0.8 < cached["cached"] < 1
@@ -214,12 +192,11 @@ async def test_a_seed_gives_the_same_text_however_its_prompt_is_cut_into_chunks(
 
 async def test_log_probabilities_and_structured_output_are_vllms(engine):
     probable = request("lp", "chat", logprobs=True, top_logprobs=2)
-    _, (body,), _ = split(await items(engine, probable))
+    _, (body,), _ = await answer(engine, probable)
     assert len(json.loads(body.data)["choices"][0]["logprobs"]["content"]) == 12
 
     grammar = {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": False}
-    choice = request("so", "chat", **grammar)
-    _, (body,), _ = split(await items(engine, choice))
+    _, (body,), _ = await answer(engine, request("so", "chat", **grammar))
     assert json.loads(body.data)["choices"][0]["message"]["content"] in ("yes", "no")
 
 
@@ -234,7 +211,7 @@ STREAMS = {
 
 async def streamed(engine, request):
     """The chunks of a stream, without the time in them."""
-    _, chunks, tail = split(await items(engine, request))
+    _, chunks, tail = await answer(engine, request)
     texts = [re.sub(rb'"created":\d+', b'"created":0', chunk.data) for chunk in chunks]
     return [chunk._replace(data=data) for chunk, data in zip(chunks, texts, strict=True)], tail
 
@@ -248,13 +225,10 @@ def resumed(asked, chunks, request_id):
 
 def said(chunks):
     """What a stream says, however it is cut into chunks."""
-    texts, rest = [], []
-    for event in events(chunks):
-        for choice in event["choices"]:
-            said = choice.get("text") or choice.get("delta", {}).get("content") or ""
-            texts.append(said)
-            rest.append(choice["finish_reason"])
-    return "".join(texts), rest[-1], events(chunks)[-1].get("usage")
+    events = events_of(chunks)
+    choices = [choice for event in events for choice in event["choices"]]
+    texts = [each.get("text") or each.get("delta", {}).get("content") or "" for each in choices]
+    return "".join(texts), choices[-1]["finish_reason"], events[-1].get("usage")
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -304,7 +278,7 @@ async def test_a_stream_that_has_ended_ends_as_it_did(engine):
     asked = replace(asked, request_id="end", body=body)
     whole, tail = await streamed(engine, asked)
     assert tail.output_tokens == ids.index(last) + 1
-    assert events(whole)[-2]["choices"][0]["stop_reason"] == last
+    assert events_of(whole)[-2]["choices"][0]["stop_reason"] == last
     await check_cuts(engine, asked, whole, tail)
 
 
@@ -313,7 +287,7 @@ async def test_a_stream_goes_on_once_its_prompt_was_computed_apart(engine):
     whole, _ = await streamed(engine, asked)
     rest = resumed(asked, whole[:5], "apart 2")
     leg = replace(rest, request_id="apart 2.prefill", prefill_only=True)
-    head, tail = await items(engine, leg)
+    head, tail = await items_of(engine, leg)
     assert head.status == 200
     tokens = sum(chunk.tokens for chunk in whole[:5])
     assert tail.kv_handle.prompt_tokens == (await streamed(engine, asked))[1].prompt_tokens + tokens
@@ -334,65 +308,49 @@ async def test_a_stream_goes_on_once_its_prompt_was_computed_apart(engine):
 )
 async def test_tokens_that_no_other_engine_could_go_on_from_are_not_told(engine, body):
     asked = request(f"kept {body}", "chat", stream=True, max_tokens=4, **body)
-    _, chunks, _ = split(await items(engine, replace(asked, resumable=True)))
+    _, chunks, _ = await answer(engine, replace(asked, resumable=True))
     assert sum(chunk.tokens for chunk in chunks) > 0
     assert not any(chunk.token_ids for chunk in chunks)
 
 
 async def test_the_objective_reaches_the_scheduler(engine):
     slo = SLO(ttft_s=0.5, tpot_s=0.25, e2e_s=60.0, priority=7)
-    asked = request(
-        "objective", "completions", slo, max_tokens=1500, vllm_xargs={"session_id": "s"}
-    )
-    response = engine.generate(EngineRequest(*_fields(asked), waited_s=10.0))
-    running = asyncio.create_task(anext(response))
-    await until(lambda: len(engine.state().rows))
+    asked = request("objective", slo=slo, max_tokens=1500, vllm_xargs={"session_id": "s"})
+    running = asyncio.create_task(items_of(engine, replace(asked, waited_s=10.0)))
+    await until(lambda: len(engine.state().rows), 120)
     state = engine.state()
     (row,) = state.rows
     assert row["key"] == request_key("objective")
     assert (row["ttft_s"], row["tpot_s"], row["e2e_s"]) == (0.5, 0.25, 60.0)
     assert row["priority"] == 7
     assert 10 <= state.now_s - row["arrival_s"] < 40
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await response.aclose()
-    await until(lambda: not len(engine.state().rows))
+    await stopped(engine, running)
 
 
 async def test_the_stage_that_a_request_is_in_is_the_schedulers(engine):
     slo = SLO.of_stages((Stage(9.0, 0.9, tokens=3), Stage(7.0, 0.7)), 60.0)
     asked = request("staged", "completions", slo, stream=True, max_tokens=1800)
     sent_s = time.monotonic()
-    running = asyncio.create_task(items(engine, replace(asked, waited_s=10.0)))
-    await until(lambda: engine.state().rows["later_stages"].tolist() == [0])
+    running = asyncio.create_task(items_of(engine, replace(asked, waited_s=10.0)))
+    await until(lambda: engine.state().rows["later_stages"].tolist() == [0], 120)
     (row,) = engine.state().rows
     assert row[["ttft_s", "tpot_s"]].tolist() == (pytest.approx(7.0), pytest.approx(0.7))
     # Its times count from the third token, and the whole ends 60 s after it came to the edge.
     assert row["arrival_s"] > sent_s
     ends_s = row["arrival_s"] + float(row["e2e_s"])
     assert sent_s + 49.9 < ends_s < time.monotonic() + 50.1
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await until(lambda: not len(engine.state().rows))
-
-
-def _fields(asked):
-    return asked.request_id, asked.endpoint, asked.body, asked.slo
+    await stopped(engine, running)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cancelling_frees_the_engine(engine, stream):
-    async def consume():
-        await items(engine, request(f"gone-{stream}", "chat", max_tokens=1800, stream=stream))
-
-    task = asyncio.create_task(consume())
-    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: not len(engine.state().rows))
+    asked = request(f"gone-{stream}", "chat", max_tokens=1800, stream=stream)
+    task = asyncio.create_task(items_of(engine, asked))
+    await until(lambda: any(engine.state().rows["emitted_tokens"] > 3), 120)
+    await stopped(engine, task)
+    assert task.cancelled()
     await asyncio.wait_for(engine.drain(), 120)
-    await until(lambda: engine.state().summary["running"] == 0)
+    await until(lambda: engine.state().summary["running"] == 0, 120)
 
 
 async def test_closing_a_stream_frees_the_engine(engine):
@@ -400,7 +358,7 @@ async def test_closing_a_stream_frees_the_engine(engine):
     assert isinstance(await anext(response), ResponseHead)
     assert isinstance(await anext(response), ResponseChunk)
     await response.aclose()
-    await until(lambda: not len(engine.state().rows))
+    await stopped(engine)
 
 
 async def test_abort_ends_a_response_without_a_tail(engine):
@@ -412,19 +370,19 @@ async def test_abort_ends_a_response_without_a_tail(engine):
         received += [item async for item in response]
     assert not isinstance(received[-1], ResponseTail)
     assert 0 < sum(item.tokens for item in received[1:]) < 1800
-    await until(lambda: not len(engine.state().rows))
+    await stopped(engine)
 
 
 async def test_each_choice_has_its_own_row_and_the_first_the_requests_key(engine):
     asked = request("pair", "completions", n=2, temperature=1.0, max_tokens=1800)
-    task = asyncio.create_task(items(engine, asked))
-    await until(lambda: len(engine.state().rows) == 2)
+    task = asyncio.create_task(items_of(engine, asked))
+    await until(lambda: len(engine.state().rows) == 2, 120)
     keys = set(engine.state().rows["key"].tolist())
     assert len(keys) == 2
     assert request_key("pair") in keys
     await engine.abort("pair")
     assert await asyncio.wait_for(task, 120) == []
-    await until(lambda: not len(engine.state().rows))
+    await stopped(engine)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +401,7 @@ async def test_each_choice_has_its_own_row_and_the_first_the_requests_key(engine
     ],
 )
 async def test_mistakes_get_openai_errors(engine, endpoint, body, status, named):
-    head, (chunk,), tail = split(await items(engine, request("wrong", endpoint, **body)))
+    head, (chunk,), tail = await answer(engine, request("wrong", endpoint, **body))
     error = json.loads(chunk.data)["error"]
     assert head.status == status
     assert error["code"] == ("model_not_found" if status == 404 else "invalid_value")
@@ -452,49 +410,17 @@ async def test_mistakes_get_openai_errors(engine, endpoint, body, status, named)
     assert not len(engine.state().rows)
 
 
-async def test_models(engine):
-    listing = await engine.models()
-    assert [model["id"] for model in listing["data"]] == ["small"]
-
-
-async def test_many_at_once_all_finish(vllm, engine):
+async def test_many_at_once_all_finish(engine):
     requests = [
         request(f"load-{i}", "completions", prompt=PROMPT + f" {i} the" * 20 * i, stream=i % 2 == 0)
         for i in range(24)
     ]
-    responses = await asyncio.gather(*(items(engine, asked) for asked in requests))
+    responses = await asyncio.gather(*(items_of(engine, asked) for asked in requests))
     for response in responses:
         _, chunks, tail = split(response)
         assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == 12
-    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in vllm.batch_log]
-    most = max(sum(name.startswith("load-") for name in batch) for batch in names)
-    assert most >= 8
-
-
-async def test_arguments_that_are_not_the_users_to_set_are_refused(config):
-    prepare_environment(config.model, one_thread=True)
-    with pytest.raises(ValueError, match="scheduler-cls"):
-        parse_arguments({"scheduler_cls": "x"}, config.model, "small", None)
-
-
-async def test_a_model_of_the_users_keeps_the_dtype_that_vllm_chooses(config, tmp_path):
-    """Some kinds of quantization refuse float32."""
-    settings = SchedulerSettings(state_table=tmp_path / "state", policy=config.policy)
-    assert parse_arguments({}, config.model, "small", settings).dtype == "auto"
-
-
-async def test_the_whole_reason_for_refusing_an_argument_is_told(config, tmp_path):
-    prepare_environment(config.model, one_thread=True)
-    settings = SchedulerSettings(state_table=tmp_path / "state", policy=config.policy)
-    given = {"structured-outputs-config": {"disable_any_whitespace": True}}
-    with pytest.raises(ValueError, match="disable_any_whitespace is only supported for"):
-        parse_arguments(given, config.model, "small", settings)
-
-
-async def test_an_unknown_argument_is_named(config, tmp_path):
-    other = config.model_copy(update={"vllm_args": {"no-such-argument": 1}})
-    with pytest.raises(ValueError, match="no-such-argument"):
-        await VllmEngine(other, "replica-2", 4).start()
+    batches = [[name for name, _, _ in batch["ran"]] for batch in batches_of(engine)]
+    assert max(sum(name.startswith("load-") for name in batch) for batch in batches) >= 8
 
 
 async def test_a_corrupt_explicit_profile_is_an_error(config, tmp_path):
@@ -515,9 +441,13 @@ async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(
     response = engine.generate(request("hang", "completions", max_tokens=1500, stream=True))
     await anext(response)
     os.kill(core.pid, signal.SIGSTOP)
+
+    async def read():
+        return [item async for item in response]
+
     try:
-        task = asyncio.create_task(items_of(response))
-        await until(dog.look)
+        task = asyncio.create_task(read())
+        await until(dog.look, 120)
         assert engine.waits_since_s() is not None
         await engine.check_health()
         task.cancel()
@@ -527,7 +457,7 @@ async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(
         assert dog.look(), "nobody waits, and still"
     finally:
         os.kill(core.pid, signal.SIGCONT)
-    await until(lambda: not dog.look())
+    await until(lambda: not dog.look(), 120)
     dog.stop()
 
 
@@ -545,26 +475,26 @@ async def test_log_probabilities_of_prompts_are_bounded(engine, config, body, pe
     assert config.max_prompt_logprobs == 1_000
     fixed = {"max_tokens": 1, "temperature": 0.5, **body}
     most = request("fits", "completions", prompt=[7] * fits, **fixed)
-    head, chunks, _ = split(await items(engine, most))
+    head, chunks, _ = await answer(engine, most)
     assert head.status == 200
-    choices = json.loads(b"".join(chunk.data for chunk in chunks))["choices"]
+    choices = json.loads(data_of(chunks))["choices"]
     if "echo" not in body:
         assert len(choices[0]["prompt_logprobs"]) == fits
     longer = request("longer", "completions", prompt=[7] * (fits + 1), **fixed)
-    head, chunks, tail = split(await items(engine, longer))
+    head, chunks, tail = await answer(engine, longer)
     assert head.status == 400
     assert b"allowed are 1000" in chunks[0].data
     assert tail == ResponseTail(0, 0)
     several = request("several", "completions", prompt=[[7] * fits, [7, 7]], **fixed)
-    head, *_ = split(await items(engine, several))
+    head, *_ = await answer(engine, several)
     assert head.status == 400
 
 
 async def test_a_long_answer_comes_in_chunks(engine):
     text = PROMPT * 60_000
-    head, chunks, _ = split(await items(engine, request("long", "tokenize", prompt=text)))
+    head, chunks, _ = await answer(engine, request("long", "tokenize", prompt=text))
     assert head.status == 200
     assert len(chunks) > 1
     assert max(len(chunk.data) for chunk in chunks) == MAX_CHUNK_BYTES
-    answer = json.loads(b"".join(chunk.data for chunk in chunks))
-    assert answer["count"] == len(answer["tokens"]) > len(text) / 8
+    found = json.loads(data_of(chunks))
+    assert found["count"] == len(found["tokens"]) > len(text) / 8

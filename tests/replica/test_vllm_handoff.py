@@ -15,18 +15,25 @@ import pytest_asyncio
 from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
-    EngineRequest,
-    KVHandle,
     ResponseChunk,
     ResponseHead,
     ResponseTail,
     Resume,
 )
-from sluice.replica.config import EngineConfig, TransferConfig
+from sluice.replica.config import TransferConfig
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.scheduling.request.objective import SLO
-from tests.known_profile import known_profile
 from tests.replica.attentive import attentive_model
+from tests.replica.small_engine import (
+    batches_of,
+    data_of,
+    events_of,
+    greedy,
+    items_of,
+    small_config,
+    split,
+)
+from tests.replica.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -48,26 +55,12 @@ def words(count, seed=0):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory):
     directory = tmp_path_factory.mktemp("engines")
-    config = EngineConfig(
-        model=str(attentive_model(directory)),
-        served_model_name="small",
-        cache_dir=directory,
-        latency_profile=known_profile(directory),
-        grammar_check_s=0,
-        batch_log=directory / "batches",
-        transfer=TransferConfig(host="127.0.0.1", max_bytes=16 << 20),
-        vllm_args={
-            "max-model-len": 1024,
-            "max-num-batched-tokens": CHUNK,
-            "kv-cache-memory-bytes": KV_BYTES["prefill"],
-            "block-size": BLOCK,
-            "dtype": "float32",
-        },
-    )
+    model = attentive_model(directory)
+    fields = {"transfer": TransferConfig(host="127.0.0.1", max_bytes=16 << 20)}
     both = []
     for name, kv_bytes in KV_BYTES.items():
-        own = {**config.vllm_args, "kv-cache-memory-bytes": kv_bytes}
-        both.append(VllmEngine(config.model_copy(update={"vllm_args": own}), name, 32))
+        args = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": kv_bytes}
+        both.append(VllmEngine(small_config(model, directory, fields, **args), name, 32))
     await asyncio.gather(*(engine.start() for engine in both))
     yield both
     for engine in both:
@@ -76,17 +69,18 @@ async def engines(tmp_path_factory):
 
 def request(request_id, endpoint="completions", **body):
     prompt = {} if body.keys() & {"messages", "prompt"} else {"prompt": words(60)}
-    fixed = {"model": "small", "temperature": 0, "max_tokens": 10, "ignore_eos": True}
-    return EngineRequest(request_id, endpoint, fixed | prompt | body, SLO(ttft_s=5.0, tpot_s=1.0))
+    fixed = {"max_tokens": 10, **prompt, **body}
+    return greedy(request_id, endpoint, SLO(ttft_s=5.0, tpot_s=1.0), **fixed)
 
 
-async def items(engine, request):
-    return [item async for item in engine.generate(request)]
+async def whole_answer(engine, request):
+    """The answer of one engine, as a client sees it."""
+    return content(await items_of(engine, replace(request, request_id="whole")))
 
 
 async def prefill(engine, request):
     asked = replace(request, request_id=f"{request.request_id}.prefill", prefill_only=True)
-    head, tail = await items(engine, asked)
+    head, tail = await items_of(engine, asked)
     assert (head, tail.output_tokens) == (ResponseHead(200, "application/json"), 0)
     assert tail.kv_handle.prompt_tokens == tail.prompt_tokens
     assert tail.kv_handle.replica_id in KV_BYTES
@@ -95,19 +89,17 @@ async def prefill(engine, request):
 
 def content(items):
     """What a client sees, without names and times."""
-    head, *chunks, tail = items
-    assert isinstance(tail, ResponseTail)
-    data = b"".join(chunk.data for chunk in chunks if isinstance(chunk, ResponseChunk)).decode()
-    pieces = [piece.removeprefix("data: ") for piece in data.split("\n\n") if piece]
-    bodies = [json.loads(piece) for piece in pieces if piece != "[DONE]"]
-    for body in bodies:
-        for name in ("id", "created", "system_fingerprint"):  # of the engine
-            body.pop(name, None)
+    head, chunks, tail = split(items)
     if head.media_type == EVENT_STREAM:
         # Which tokens share an event is chance.
-        bodies = ["".join(map(said, bodies)), bodies[-1].get("usage"), len(pieces) - len(bodies)]
+        events = events_of(chunks)
+        body = ["".join(map(said, events)), events[-1].get("usage")]
+    else:
+        body = json.loads(data_of(chunks))
+        for name in ("id", "created", "system_fingerprint"):  # of the engine
+            body.pop(name, None)
     tokens = sum(chunk.tokens for chunk in chunks)
-    return head, bodies, tokens, tail.prompt_tokens, tail.output_tokens
+    return head, body, tokens, tail.prompt_tokens, tail.output_tokens
 
 
 def said(event):
@@ -118,9 +110,10 @@ def said(event):
     )
 
 
-async def split(engines, request):
+async def in_parts(engines, request):
+    """The answer to a prompt that the first engine computes and the second one continues."""
     kv_handle = await prefill(engines[0], request)
-    return await items(engines[1], replace(request, kv_handle=kv_handle))
+    return await items_of(engines[1], replace(request, kv_handle=kv_handle))
 
 
 def counts(engine):
@@ -146,10 +139,9 @@ SAME = {
 @pytest.mark.parametrize("kind", SAME)
 async def test_the_answer_is_that_of_one_engine(engines, kind):
     asked = request(f"same {kind}", **SAME[kind])
-    whole = await items(engines[0], replace(asked, request_id="whole"))
+    whole = await whole_answer(engines[0], asked)
     before = counts(engines[1])
-    parts = await split(engines, asked)
-    assert content(parts) == content(whole)
+    assert content(await in_parts(engines, asked)) == whole
     after = counts(engines[1])
     assert after["transfers"] == before["transfers"] + 1
     assert after["transfer_failures"] == before["transfer_failures"]
@@ -158,28 +150,25 @@ async def test_the_answer_is_that_of_one_engine(engines, kind):
 
 async def test_a_chat_with_tools(engines):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    asked = request(
-        "chat",
-        "chat",
-        messages=[{"role": "user", "content": words(70, 6)}],
-        tools=[tool],
-        tool_choice="none",
-        stream=True,
-    )
-    whole = await items(engines[0], replace(asked, request_id="whole"))
-    assert content(await split(engines, asked)) == content(whole)
+    messages = [{"role": "user", "content": words(70, 6)}]
+    tools = {"tools": [tool], "tool_choice": "none"}
+    asked = request("chat", "chat", messages=messages, stream=True, **tools)
+    whole = await whole_answer(engines[0], asked)
+    assert content(await in_parts(engines, asked)) == whole
+
+
+def resume_after(chunks, request_id):
+    token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
+    return Resume(token_ids, tuple(chunk.tokens for chunk in chunks), request_id)
 
 
 async def test_a_stream_that_goes_on_is_split_like_any_other(engines):
     asked = request("onward", prompt=words(60, 13), stream=True, max_tokens=16)
     asked = replace(asked, resumable=True)
-    whole = await items(engines[0], replace(asked, request_id="onward whole"))
-    had = whole[1:7]
-    token_ids = tuple(token for chunk in had for token in chunk.token_ids)
-    groups = tuple(chunk.tokens for chunk in had)
-    rest = replace(asked, resume=Resume(token_ids, groups, "onward whole"))
+    whole = await items_of(engines[0], replace(asked, request_id="onward whole"))
+    rest = replace(asked, resume=resume_after(whole[1:7], "onward whole"))
     before = counts(engines[1])
-    assert content(await split(engines, rest)) == content(whole)
+    assert content(await in_parts(engines, rest)) == content(whole)
     assert counts(engines[1])["transfers"] == before["transfers"] + 1
 
 
@@ -187,7 +176,7 @@ async def test_a_running_stream_moves_with_its_kv(engines):
     source, target = engines
     asked = request("moves", prompt=words(150, 14), stream=True, max_tokens=300)
     asked = replace(asked, resumable=True)
-    whole = await items(source, replace(asked, request_id="moves whole"))
+    whole = await items_of(source, replace(asked, request_id="moves whole"))
     await source._llm.reset_prefix_cache()
     stream, had = source.generate(asked), []
     async for item in stream:
@@ -195,18 +184,16 @@ async def test_a_running_stream_moves_with_its_kv(engines):
             had.append(item)
         if len(had) == 40:
             break
-    token_ids = tuple(token for chunk in had for token in chunk.token_ids)
-    resume = Resume(token_ids, tuple(chunk.tokens for chunk in had), "moves")
-    rest = replace(asked, request_id="moved", resume=resume)
-    steps, before = len(batches(source)), counts(target)
+    rest = replace(asked, request_id="moved", resume=resume_after(had, "moves"))
+    steps, before = len(batches_of(source)), counts(target)
     kv = replace(rest, request_id="moved.prefill", prefill_only=True, kv_of_request="moves")
-    _, tail = await items(source, kv)
+    _, tail = await items_of(source, kv)
     assert not [item async for item in stream if isinstance(item, ResponseTail)], "it was stopped"
-    ran = [entry for batch in batches(source)[steps:] for entry in batch["ran"]]
+    ran = [entry for batch in batches_of(source)[steps:] for entry in batch["ran"]]
     own = [tokens for name, tokens, _ in ran if name == "moved.prefill"]
     assert 0 < sum(own) <= BLOCK, "only the block that was not full is computed again"
     assert tail.kv_handle.prompt_tokens == tail.prompt_tokens
-    moved = await items(target, replace(rest, kv_handle=tail.kv_handle))
+    moved = await items_of(target, replace(rest, kv_handle=tail.kv_handle))
     assert content(moved) == content(whole)
     after = counts(target)
     assert after["transfers"] == before["transfers"] + 1
@@ -215,27 +202,21 @@ async def test_a_running_stream_moves_with_its_kv(engines):
     assert not len(source.state().rows)
 
 
-def batches(engine):
-    """Its batch log so far."""
-    path = engine._config.batch_log / f"{engine._replica_id}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 async def test_only_what_the_decode_side_lacks_is_moved_and_one_token_is_computed(engines):
     prompt = words(100, 8)
-    await items(engines[1], request("warm", prompt=words(60, 8), max_tokens=1))
-    before, steps = counts(engines[1]), len(batches(engines[1]))
+    await items_of(engines[1], request("warm", prompt=words(60, 8), max_tokens=1))
+    before, steps = counts(engines[1]), len(batches_of(engines[1]))
     asked = request("prefix", prompt=prompt)
-    whole = await items(engines[0], replace(asked, request_id="whole"))
-    tail = (await split(engines, asked))[-1]
+    whole = await whole_answer(engines[0], asked)
+    tail = (await in_parts(engines, asked))[-1]
     moved = counts(engines[1])["transfer_tokens"] - before["transfer_tokens"]
     assert 0 < moved < tail.prompt_tokens - BLOCK
-    ran = [entry for batch in batches(engines[1])[steps:] for entry in batch["ran"]]
+    ran = [entry for batch in batches_of(engines[1])[steps:] for entry in batch["ran"]]
     assert [tokens for _, tokens, _ in ran] == [1] * 10
     assert ran[0] == ["prefix", 1, tail.prompt_tokens - 1]
     # Again, with all whole blocks there: only the last one is moved.
     before = counts(engines[1])
-    assert content(await split(engines, replace(asked, request_id="again"))) == content(whole)
+    assert content(await in_parts(engines, replace(asked, request_id="again"))) == whole
     assert counts(engines[1])["transfer_tokens"] - before["transfer_tokens"] < BLOCK
     assert counts(engines[1])["transfer_failures"] == before["transfer_failures"]
 
@@ -248,12 +229,11 @@ async def test_two_engines_change_their_roles_while_one_streams(engines):
     first.set_role("decode"), second.set_role("prefill")
     asked = request("asked", prompt=words(70, 12))
     before = counts(first)["transfers"]
-    answered = await split((second, first), asked)
+    answered = await in_parts((second, first), asked)
     assert counts(first)["transfers"] == before + 1
     there += [item async for item in running]
     for own, found in ((begun, there), (asked, answered)):
-        alone = await items(first, replace(own, request_id=f"{own.request_id} alone"))
-        assert content(found) == content(alone)
+        assert content(found) == await whole_answer(first, own)
 
 
 async def test_several_at_once_beside_decodes(engines):
@@ -262,13 +242,10 @@ async def test_several_at_once_beside_decodes(engines):
         request(f"many-{i}", prompt=words(20 + 20 * i, 20 + i), max_tokens=12) for i in range(12)
     ]
     long = request("long", prompt=words(10, 9), max_tokens=200)
-    beside = [
-        content(await items(engines[0], replace(each, request_id=f"whole {each.request_id}")))
-        for each in (*asked, long)
-    ]
+    beside = [await whole_answer(engines[0], each) for each in (*asked, long)]
     before = counts(engines[1])
-    running = asyncio.create_task(items(engines[1], long))
-    parts = await asyncio.gather(*(split(engines, each) for each in asked))
+    running = asyncio.create_task(items_of(engines[1], long))
+    parts = await asyncio.gather(*(in_parts(engines, each) for each in asked))
     assert [content(each) for each in (*parts, await running)] == beside
     after = counts(engines[1])
     assert after["transfers"] == before["transfers"] + len(asked)
@@ -278,35 +255,32 @@ async def test_several_at_once_beside_decodes(engines):
         assert not len(engine.state().rows)
 
 
-def changed(kv_handle, **params):
-    return kv_handle._replace(params={**kv_handle.params, **params})
+WRONG = {
+    "fetched": {},
+    "layout": {"layout": "00" * 16},
+    "prompt": {"prompt": "00" * 16},
+    "tokens": {"prompt_tokens": 7},
+    "garbage": {"addresses": [[5]], "handle": "x"},
+    "nothing": None,
+    # Of the range that is for documentation: no host answers.
+    "address": {"addresses": [["192.0.2.1", 9]]},
+}
+"""Why KV cannot be fetched, and what its handle says then."""
 
 
 async def test_kv_that_cannot_be_had_is_computed(engines):
     asked = request("wrong", prompt=words(70, 10), max_tokens=6)
-    whole = content(await items(engines[0], replace(asked, request_id="whole")))
-    for what in ("fetched", "layout", "prompt", "tokens", "garbage", "nothing", "address"):
+    whole = await whole_answer(engines[0], asked)
+    for what, change in WRONG.items():
         kv_handle = await prefill(engines[0], replace(asked, request_id=f"wrong {what}"))
-        match what:
-            case "fetched":
-                first = replace(asked, request_id="first", kv_handle=kv_handle)
-                assert content(await items(engines[1], first)) == whole
-                await engines[1]._llm.reset_prefix_cache()
-            case "layout":
-                kv_handle = changed(kv_handle, layout="00" * 16)
-            case "prompt":
-                kv_handle = changed(kv_handle, prompt="00" * 16)
-            case "tokens":
-                kv_handle = changed(kv_handle, prompt_tokens=7)
-            case "garbage":
-                kv_handle = changed(kv_handle, addresses=[[5]], handle="x")
-            case "nothing":
-                kv_handle = KVHandle("prefill", {}, kv_handle.prompt_tokens)
-            case "address":
-                # Of the range that is for documentation: nobody answers.
-                kv_handle = changed(kv_handle, addresses=[["192.0.2.1", 9]])
+        params = {} if change is None else {**kv_handle.params, **change}
+        if what == "fetched":
+            first = replace(asked, request_id="first", kv_handle=kv_handle)
+            assert content(await items_of(engines[1], first)) == whole
+            await engines[1]._llm.reset_prefix_cache()
+        kv_handle = kv_handle._replace(params=params)
         before = counts(engines[1])
-        given = await items(engines[1], replace(asked, request_id=what, kv_handle=kv_handle))
+        given = await items_of(engines[1], replace(asked, request_id=what, kv_handle=kv_handle))
         assert content(given) == whole, what
         after = counts(engines[1])
         assert after["transfer_failures"] == before["transfer_failures"] + 1, what
@@ -319,7 +293,7 @@ async def test_clients_cannot_name_kv(engines):
         {"kv_transfer_params": {"do_remote_prefill": True}},
         {"vllm_xargs": {"kv_transfer_params": "x"}},
     ):
-        head, _, _ = await items(engines[1], request("named", **own))
+        head, _, _ = await items_of(engines[1], request("named", **own))
         assert head == ResponseHead(400, "application/json")
 
 
@@ -328,9 +302,7 @@ async def test_an_aborted_hand_over_leaves_nothing(engines):
     given = request("left", prompt=words(90, 11), max_tokens=500)
     stream = engines[1].generate(replace(given, kv_handle=kv_handle))
     waiting = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(120):
-        while "left" not in engines[1]._llm.calls:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0)
+    await until(lambda: "left" in engines[1]._llm.calls, 120)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -340,7 +312,7 @@ async def test_an_aborted_hand_over_leaves_nothing(engines):
     asked = request("after", prompt=words(5))
     async with asyncio.timeout(120):
         while True:
-            await items(engines[1], asked)
+            await items_of(engines[1], asked)
             if engines[1].state().summary["free_kv_blocks"] >= total:
                 break
 
@@ -348,13 +320,13 @@ async def test_an_aborted_hand_over_leaves_nothing(engines):
 async def test_a_prefill_replica_that_died_costs_the_prompt_only(engines):
     """It ends the first engine."""
     asked = request("killed", prompt=words(120, 12))
-    whole = content(await items(engines[0], replace(asked, request_id="whole")))
+    whole = await whole_answer(engines[0], asked)
     kv_handle = await prefill(engines[0], asked)
     process = engines[0]._llm.engine_core.resources.engine_manager.processes[0]
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     before = counts(engines[1])
-    assert content(await items(engines[1], replace(asked, kv_handle=kv_handle))) == whole
+    assert content(await items_of(engines[1], replace(asked, kv_handle=kv_handle))) == whole
     assert counts(engines[1])["transfer_failures"] == before["transfer_failures"] + 1
     with pytest.raises(EngineDeadError):
         await prefill(engines[0], replace(asked, request_id="dead"))
@@ -363,15 +335,10 @@ async def test_a_prefill_replica_that_died_costs_the_prompt_only(engines):
 async def test_stopping_an_engine_ends_its_requests_with_an_error(engines):
     """The last test: it ends the second engine."""
     (_, engine) = engines
-    tasks = [
-        asyncio.create_task(
-            items(engine, request(f"cut-{stream}", stream=stream, max_tokens=800, prompt=words(5)))
-        )
-        for stream in (False, True)
-    ]
-    async with asyncio.timeout(120):
-        while sum(engine.state().rows["emitted_tokens"] > 3) < 2:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
+    long = {"max_tokens": 800, "prompt": words(5)}
+    asked = [request(f"cut-{stream}", stream=stream, **long) for stream in (False, True)]
+    tasks = [asyncio.create_task(items_of(engine, each)) for each in asked]
+    await until(lambda: sum(engine.state().rows["emitted_tokens"] > 3) == 2, 120)
     await engine.stop()
     for task in tasks:
         with pytest.raises(EngineDeadError, match="was stopped"):

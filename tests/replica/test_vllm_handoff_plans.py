@@ -12,8 +12,7 @@ from sluice.replica.vllm.setup import transfer_argument
 from sluice.scheduling.batching import POLICIES
 
 from .attentive import attentive_model
-from .in_process import InProcess, mixed_requests
-from .test_vllm_scheduler import RandomDeferral
+from .in_process import InProcess, RandomDeferral, mixed_requests
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
@@ -62,16 +61,12 @@ def test_the_same_tokens_under_any_plan(engine, whole, policy, monkeypatch):
     chance = random.Random(policy)
     engine.use(policy)
     offers = hand_over(engine)
-    # Some come whole, and some of those on offer are gone, or somebody else's.
+    # Some come whole, and some of those on offer are gone.
     kinds = [chance.choice(("offer", "offer", "offer", "whole", "gone")) for _ in REQUESTS]
-    params = [
-        {
-            "offer": offer,
-            "whole": None,
-            "gone": {**offer, "handle": "00" * 24} if offer else None,
-        }[kind]
-        for kind, offer in zip(kinds, offers, strict=True)
-    ]
+    params = []
+    for kind, offer in zip(kinds, offers, strict=True):
+        gone = {**offer, "handle": "00" * 24} if offer else None
+        params.append({"offer": offer, "whole": None, "gone": gone}[kind])
     engine.use(policy)
     before = engine.table.read().summary.copy()
     outputs = [tuple(each.outputs[0].token_ids) for each in engine.run(REQUESTS, params)]

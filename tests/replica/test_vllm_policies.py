@@ -10,7 +10,14 @@ import pytest
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.request.objective import SLO
 
-from .in_process import InProcess, Since, mixed_requests, outputs_of_stock, params_of
+from .in_process import (
+    InProcess,
+    Since,
+    mixed_requests,
+    outputs_of_stock,
+    params_of,
+    random_prompt,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -32,17 +39,13 @@ DIFFERENT = [pytest.param("annealing", marks=pytest.mark.release), "deadline_tri
 """By a search, by deadlines, and in the order of arrival."""
 
 
-def prompt(chance, length):
-    return [chance.randrange(300, 1000) for _ in range(length)]
-
-
 CHANCE = random.Random(5)
-SHARED = prompt(CHANCE, 640)
-SIBLINGS = [(SHARED + prompt(CHANCE, 8), 30, SLO()) for _ in range(8)]
+SHARED = random_prompt(CHANCE, 640)
+SIBLINGS = [(SHARED + random_prompt(CHANCE, 8), 30, SLO()) for _ in range(8)]
 """The KV of ``shared-prefix`` holds one of them whole, not two, but all eight where they share."""
 
-LATE = (prompt(CHANCE, 590), 8, SLO(ttft_s=0.001, tpot_s=5.0))
-PUNCTUAL = (prompt(CHANCE, 540), 8, SLO(ttft_s=600.0, tpot_s=60.0))
+LATE = (random_prompt(CHANCE, 590), 8, SLO(ttft_s=0.001, tpot_s=5.0))
+PUNCTUAL = (random_prompt(CHANCE, 540), 8, SLO(ttft_s=600.0, tpot_s=60.0))
 """The KV of ``low-kv`` holds either of them."""
 
 

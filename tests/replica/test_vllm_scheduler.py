@@ -3,10 +3,7 @@ defers or cuts, batches in the order of the deadlines, and what cannot run is re
 
 from __future__ import annotations
 
-import os
 import random
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +13,7 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 
-from .in_process import InProcess, Since, mixed_requests
+from .in_process import InProcess, RandomDeferral, Since, mixed_requests, random_prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -26,21 +23,6 @@ LOW_KV = {
     "enable_prefix_caching": False,
     "max_num_batched_tokens": 64,
 }
-
-
-class RandomDeferral(BatchPolicy):
-    """Leaves out half of the queue, cuts prefills anywhere, in random order."""
-
-    name = "random-deferral"
-    source = "this test"
-    local_order = SLIDE
-
-    def fill(self, batch, queue, now_s, latency):
-        chance = random.Random(f"{len(queue.requests)}:{queue.requests[0].computed_tokens}")
-        rows = list(range(len(queue)))
-        chance.shuffle(rows)
-        for row in rows[: (len(rows) + 1) // 2]:
-            batch.add(row, chance.randrange(1, 41))
 
 
 class PlansNothing(BatchPolicy):
@@ -133,10 +115,8 @@ def test_a_tight_deadline_passes_long_prefills(run):
     chance = random.Random(1)
     lengths = {str(i): 900 for i in range(6)} | {"6": 40}
     objectives = [SLO()] * 6 + [SLO(ttft_s=2.0, tpot_s=0.5, priority=4)]
-    requests = [
-        ([chance.randrange(300, 1000) for _ in range(length)], 8, slo)
-        for length, slo in zip(lengths.values(), objectives, strict=True)
-    ]
+    shapes = zip(lengths.values(), objectives, strict=True)
+    requests = [(random_prompt(chance, length), 8, slo) for length, slo in shapes]
     not_after = {}
     for policy in ("fcfs", "fairbatching", "slidebatching"):
         engine, since = run(policy)
@@ -194,119 +174,3 @@ def test_every_planned_token_is_run_and_no_other(run):
         assert dict(map(tuple, batch["plan"])) == ran
         assert sum(ran.values()) <= 64
     assert since["plan_mismatches"] == 0
-
-
-def test_only_the_calling_thread_is_pinned_and_only_to_an_allowed_core(caplog):
-    from sluice.replica.processes import pin_thread
-
-    caplog.set_level("WARNING", logger="sluice")
-    allowed = os.sched_getaffinity(0)
-    core = max(allowed)
-
-    def pin(wanted, rank=0):
-        pin_thread(wanted, rank)
-        return os.sched_getaffinity(0)
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(pin, core).result() == {core}
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(pin, 10_000).result() == allowed
-    with ThreadPoolExecutor(1) as pool:
-        following = sorted(allowed)[1 % len(allowed) :] + sorted(allowed)
-        assert pool.submit(pin, min(allowed), 1).result() == {following[0]}
-    assert "not pinned to core 10000" in caplog.text
-    assert os.sched_getaffinity(0) == allowed
-
-
-@pytest.mark.parametrize(
-    ("part", "field", "value", "rule"),
-    [
-        ("scheduler_config", "policy", "priority", "must be fcfs"),
-        ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill must be on"),
-        ("scheduler_config", "long_prefill_token_threshold", 100, "must be 0"),
-        ("scheduler_config", "prefill_schedule_interval", 2, "must be 1"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "must be 1"),
-        ("parallel_config", "distributed_executor_backend", "ray", "mp runs all workers on"),
-    ],
-)
-def test_configurations_that_cannot_carry_plans_are_refused(part, field, value, rule):
-    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-
-    config = plain_configuration()
-    check_config(config)
-    setattr(getattr(config, part), field, value)
-    with pytest.raises(UnsupportedVllmError, match=rule):
-        check_config(config)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "rule"),
-    [
-        ("speculative_config", SimpleNamespace(), "speculative decoding must be off"),
-        ("kv_transfer_config", SimpleNamespace(), "KV transfer must be off"),
-        ("model_config", SimpleNamespace(is_encoder_decoder=True), "encoder-decoder"),
-    ],
-)
-def test_what_was_not_shown_beside_a_pipeline_is_refused(field, value, rule):
-    import vllm
-
-    from sluice.replica.vllm.contract import WITH_PIPELINE, age
-    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-
-    if age(vllm.__version__, WITH_PIPELINE) == "older":
-        pytest.skip("pipelines need a newer vLLM")
-    config = plain_configuration()
-    config.parallel_config.pipeline_parallel_size = 2
-    check_config(config)
-    setattr(config, field, value)
-    with pytest.raises(UnsupportedVllmError, match=rf"pipeline parallelism cannot run.*{rule}"):
-        check_config(config)
-
-
-@pytest.mark.parametrize(
-    ("part", "field", "value", "rule"),
-    [
-        (None, "speculative_config", SimpleNamespace(), "speculative decoding must be off"),
-        (None, "kv_transfer_config", SimpleNamespace(), "KV transfer must be off"),
-        ("model_config", "is_moe", True, "on CPUs the model may not have experts"),
-        (
-            "parallel_config",
-            "data_parallel_size_local",
-            1,
-            "all ranks must be on the",
-        ),
-    ],
-)
-def test_what_was_not_shown_beside_several_ranks_is_refused(part, field, value, rule):
-    import vllm
-
-    from sluice.replica.vllm.contract import WITH_DATA_PARALLEL, age
-    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-
-    if age(vllm.__version__, WITH_DATA_PARALLEL) == "older":
-        pytest.skip("data parallelism needs a newer vLLM")
-    config = plain_configuration()
-    config.parallel_config.data_parallel_size = 2
-    check_config(config)
-    setattr(config if part is None else getattr(config, part), field, value)
-    with pytest.raises(UnsupportedVllmError, match=rf"data parallelism cannot run.*{rule}"):
-        check_config(config)
-
-
-def plain_configuration():
-    """What the check reads of one of vLLM in which plans can be carried out."""
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(
-            policy="fcfs", enable_chunked_prefill=True, long_prefill_token_threshold=0
-        ),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            data_parallel_size_local=2,
-            prefill_context_parallel_size=1,
-            distributed_executor_backend="mp",
-        ),
-        model_config=SimpleNamespace(is_encoder_decoder=False, is_moe=False),
-        speculative_config=None,
-        kv_transfer_config=None,
-    )

@@ -1,27 +1,34 @@
-"""Speculative decoding inside real vLLM, in this process: the plan says how many drafted tokens a
-decode checks, and the text is that of stock vLLM whatever it says."""
+"""Speculative decoding inside real vLLM: the plan says how many drafted tokens a decode checks, and
+the text is that of stock vLLM whatever it says."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections import defaultdict
+from collections import Counter
+from statistics import mean
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sluice.replica.scheduler.local_scheduler import Occupancy, StepTimes
-from sluice.replica.scheduler.speculation import BY_BATCH_SIZE, with_all_lengths
+from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import RequestArgs, to_xargs
-from sluice.scheduling.batching import POLICIES, BatchPolicy
-from sluice.scheduling.fleet.local_orders import SLIDE
+from sluice.replica.vllm.engine import VllmEngine
+from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Speculation
 from sluice.scheduling.request.kernels import DRAFTED
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, TokenClock
+from sluice.simulation.metrics import TPOTMetric, stages
+from sluice.simulation.requests import Requests
+from sluice.simulation.workload import Arrival
+from tests.simulation.loads import of
 
-from .in_process import InProcess
+from .in_process import InProcess, RandomDeferral, Since, random_prompt
+from .small_engine import events_of, greedy, items_of, small_config, split
 
 pytestmark = pytest.mark.vllm
 
@@ -40,6 +47,7 @@ ARGS = {
     "max_model_len": 1024,
     "max_num_batched_tokens": 128,
 }
+DRAFTS = ("drafts_accepted", "drafts_checked")
 MANY, FEW = 20, 5
 TIERS = {"tight": (0.6, 96), "middle": (1.2, 76), "loose": (6.0, 60)}
 """TPOT of a service class, seconds, and output tokens of its requests."""
@@ -82,30 +90,14 @@ def ran(batch):
     return {name for name, *_ in batch["ran"]}
 
 
-class RandomDeferral(BatchPolicy):
-    """Leaves out a third of the queue, cuts prefills anywhere, in random order."""
-
-    name = "random-deferral"
-    source = "this test"
-    local_order = SLIDE
-
-    def fill(self, batch, queue, now_s, latency):
-        chance = random.Random(f"{len(queue)}:{queue.table[0].tolist()}")
-        rows = list(range(len(queue)))
-        chance.shuffle(rows)
-        for row in rows[: (2 * len(rows) + 2) // 3]:
-            batch.add(row, chance.randrange(1, 60))
-
-
 def phrases(count, seed=0):
     """Prompts of a few tokens repeated again and again, of which greedy text goes on in circles."""
     chance = random.Random(seed)
     requests = []
     for _ in range(count):
-        phrase = [chance.randrange(300, 1000) for _ in range(chance.randrange(3, 9))]
-        requests.append(
-            ((phrase * 60)[: chance.randrange(40, 150)], chance.randrange(20, 60), None)
-        )
+        phrase = random_prompt(chance, chance.randrange(3, 9))
+        length, output = chance.randrange(40, 150), chance.randrange(20, 60)
+        requests.append(((phrase * 60)[:length], output, None))
     return requests
 
 
@@ -127,11 +119,9 @@ def stock(model, tmp_path_factory):
     """What stock vLLM answers, with room for everything."""
     args = ARGS | {"num_gpu_blocks_override": 400}
     engine = InProcess(model, tmp_path_factory.mktemp("stock"), **args)
-    answers = SimpleNamespace(
-        texts=engine.generate(phrases(MANY)), structured=structured(engine, 6)
-    )
+    texts, schemas = engine.generate(phrases(MANY)), structured(engine, 6)
     engine.close()
-    return answers
+    return SimpleNamespace(texts=texts, structured=schemas)
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +135,10 @@ def ngrams(model, stock, tmp_path_factory):
 
 
 def use(engine, policy, speculation, options=None):
-    """Go on with these; return how many batches there are by now."""
+    """Go on with these; what the engine does from now on."""
     engine.use(policy, options)
     engine.scheduler._local._policy.speculation = speculation
-    return len(engine.batches())
-
-
-def summary(engine):
-    return engine.table.read().summary
+    return Since(engine)
 
 
 def check_log(batches):
@@ -178,29 +164,23 @@ def check_log(batches):
 def test_the_text_is_that_of_stock_whatever_is_checked(ngrams, stock, monkeypatch):
     """With too few blocks, so that requests lose theirs, with drafts pending and without."""
     monkeypatch.setitem(POLICIES.own, RandomDeferral.name, RandomDeferral)
-    first = use(ngrams, RandomDeferral.name, RandomLengths())
-    before = summary(ngrams)
+    since = use(ngrams, RandomDeferral.name, RandomLengths())
     assert ngrams.generate(phrases(MANY)) == stock.texts
-    after = summary(ngrams)
-    checked, accepted = (
-        after[name] - before[name] for name in ("drafts_checked", "drafts_accepted")
-    )
-    assert 0 < accepted < checked
-    assert after["preemptions"] > before["preemptions"]
-    assert after["plan_mismatches"] == before["plan_mismatches"]
-    batches = ngrams.batches()[first:]
+    assert 0 < since["drafts_accepted"] < since["drafts_checked"]
+    assert since["preemptions"] > 0
+    assert since["plan_mismatches"] == 0
+    batches = since.batches()
     check_log(batches)
     lengths = [length for batch in batches for length in batch["checked"].values()]
     assert set(lengths) == set(range(MOST + 1))
-    assert (after["draft_lengths"] - before["draft_lengths"]).sum() == len(lengths)
-    assert sum(lengths) == checked
+    assert since["draft_lengths"].sum() == len(lengths)
+    assert sum(lengths) == since["drafts_checked"]
 
 
 def test_greedy_text_is_that_of_stock_beside_requests_that_sample(ngrams, stock):
     from vllm import SamplingParams
 
-    use(ngrams, "fcfs", RandomLengths())
-    before = summary(ngrams)["drafts_accepted"]
+    since = use(ngrams, "fcfs", RandomLengths())
     requests = phrases(MANY)[:FEW]
     params = [
         SamplingParams(temperature=temperature, max_tokens=output, top_k=50, ignore_eos=True)
@@ -212,76 +192,33 @@ def test_greedy_text_is_that_of_stock_beside_requests_that_sample(ngrams, stock)
     texts = [tuple(output.outputs[0].token_ids) for output in outputs]
     assert texts[: len(requests)] == stock.texts[: len(requests)]
     assert texts[len(requests) :] != texts[: len(requests)]
-    assert summary(ngrams)["drafts_accepted"] > before
+    assert since["drafts_accepted"] > 0
 
 
 def test_what_a_grammar_forbids_is_not_said_however_it_is_drafted(ngrams, stock):
-    before = summary(ngrams)
-    use(ngrams, "fcfs", RandomLengths())
+    since = use(ngrams, "fcfs", RandomLengths())
     assert structured(ngrams, 6) == stock.structured
-    assert summary(ngrams)["drafts_accepted"] > before["drafts_accepted"]
+    assert since["drafts_accepted"] > 0
 
 
-class Ask:
-    """A request: its class says whether its drafts are right, its objective how fast it must be."""
+def add(engine, name, slo, prompt, arrival_s, **sampling):
+    """A request arrives, greedy unless ``sampling`` says otherwise."""
+    from vllm import SamplingParams
 
-    def __init__(self, name, slo, random_text, output):
-        from vllm import SamplingParams
-
-        chance = random.Random(name)
-        phrase = [chance.randrange(300, 1000) for _ in range(4)]
-        self.name = name
-        self.prompt = (
-            [chance.randrange(300, 400) for _ in range(60)] if random_text else phrase * 15
-        )
-        self.params = SamplingParams(
-            temperature=1.0 if random_text else 0.0,
-            max_tokens=output,
-            ignore_eos=True,
-            extra_args=to_xargs(RequestArgs(name, time.monotonic(), slo)),
-        )
+    extra = to_xargs(RequestArgs(name, arrival_s, slo))
+    given = {"temperature": 0.0, **sampling}
+    params = SamplingParams(ignore_eos=True, extra_args=extra, **given)
+    engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
 
-class Repeating:
+def add_repeating(engine, name, slo, token, output, length=20):
     """A request that may say one token only, so that n-grams know what comes. It came at 0."""
-
-    def __init__(self, name, slo, token, output):
-        from vllm import SamplingParams
-
-        self.name = name
-        self.prompt = [token] * 20
-        self.params = SamplingParams(
-            temperature=0.0,
-            max_tokens=output,
-            ignore_eos=True,
-            allowed_token_ids=[token],
-            extra_args=to_xargs(RequestArgs(name, 0.0, slo)),
-        )
+    add(engine, name, slo, [token] * length, 0.0, max_tokens=output, allowed_token_ids=[token])
 
 
-def serve(engine, asks, late=(), after=0):
-    """Serve requests that are all there at once, and late ones that come so many batches after
-    them; return the batches by then."""
-    first = len(engine.batches())
-    vllm = engine.llm.llm_engine
-    for ask in asks:
-        vllm.add_request(ask.name, {"prompt_token_ids": ask.prompt}, ask.params)
-    for _ in range(after):
-        vllm.step()
-    for ask in late:
-        vllm.add_request(ask.name, {"prompt_token_ids": ask.prompt}, ask.params)
-    while vllm.has_unfinished_requests():
-        vllm.step()
-    return engine.batches()[first:]
-
-
-def mean_lengths(batches):
-    """Drafted tokens that a decode checks, mean by the first part of its name."""
-    lengths = defaultdict(list)
-    for batch in batches:
-        for name, length in batch["checked"].items():
-            lengths[name.partition("-")[0]].append(length)
-    return {kind: sum(each) / len(each) for kind, each in lengths.items()}
+def run_all(engine):
+    while engine.llm.llm_engine.has_unfinished_requests():
+        engine.llm.llm_engine.step()
 
 
 @pytest.fixture
@@ -304,45 +241,49 @@ def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams, as_predicted)
     A class of random text has its drafts checked until it is known that they are wrong. Where one
     or two decodes are left they are checked again, as such a step is mostly its fixed time.
     """
-    use(ngrams, "deadline_triage", AdaptiveLengths(), {"anchor": "last_token"})
+    since = use(ngrams, "deadline_triage", AdaptiveLengths(), {"anchor": "last_token"})
     ngrams.table.set_model(LinearLatency(a=0.4, b=0.04))
-    tight = SLO(tpot_s=0.6)
-
-    def classed(slo, name):
-        return SLO(tpot_s=slo.tpot_s, service_class=name)
-
-    wrong = [Ask(f"wrong-{n}", classed(tight, "wrong"), True, 120) for n in range(4)]
-    right = [Ask(f"right-{n}", classed(tight, "right"), False, 80) for n in range(2)]
-    batches = serve(ngrams, [*wrong, *right])
+    for name in ("wrong-0", "wrong-1", "wrong-2", "wrong-3", "right-0", "right-1"):
+        kind, chance = name[:-2], random.Random(name)
+        slo, arrival_s = SLO(tpot_s=0.6, service_class=kind), time.monotonic()
+        if kind == "wrong":
+            prompt = [chance.randrange(300, 400) for _ in range(60)]
+            add(ngrams, name, slo, prompt, arrival_s, max_tokens=120, temperature=1.0)
+        else:
+            add(ngrams, name, slo, random_prompt(chance, 4) * 15, arrival_s, max_tokens=80)
+    run_all(ngrams)
     rates = ngrams.scheduler._local.drafts.rates
     assert rates.rate("wrong") < min(0.4, rates.rate("right"))
-    several = [batch for batch in batches if len(ran(batch)) > 2]
-    assert mean_lengths(several[len(several) // 2 :])["wrong"] < 0.6
+    several = [batch for batch in since.batches() if len(ran(batch)) > 2]
+    checked = [batch["checked"] for batch in several[len(several) // 2 :]]
+    lengths = [n for each in checked for name, n in each.items() if name.startswith("wrong")]
+    assert mean(lengths) < 0.6
 
 
 def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
-    """Three paces in one engine, all of them with drafts that are right.
+    """Three tiers in one engine, all of them with drafts that are right.
 
-    While a long prompt waits, decodes of the tightest pace check all, as each draft lets batches be
+    While a long prompt waits, decodes of the tightest tier check all, as each draft lets batches be
     longer; those of the middle one as many as they need in batches that long; those of the loosest
     none. Before it comes all of them check some, as a step is mostly its fixed time, and the more
-    the surer it is that drafts are right.
-    """
+    the surer it is that drafts are right."""
     lengths = RecordedLengths()
-    use(ngrams, "deadline_triage", lengths, {"anchor": "last_token"})
+    since = use(ngrams, "deadline_triage", lengths, {"anchor": "last_token"})
     ngrams.table.set_model(LinearLatency(a=0.4, b=0.03))
-    before = summary(ngrams)
-    asks = []
+    every = set()
     for tier, (tpot_s, output) in TIERS.items():
         slo = SLO(ttft_s=30.0, tpot_s=tpot_s, service_class=tier)
-        asks += [Repeating(f"{tier}-{n}", slo, 500 + len(asks) + n, output) for n in range(2)]
-    long = Repeating("long-0", SLO(ttft_s=300.0), 600, 1)
-    long.prompt *= 15
-    batches = serve(ngrams, asks, [long], after=6)
+        for name in (f"{tier}-0", f"{tier}-1"):
+            add_repeating(ngrams, name, slo, 500 + len(every), output)
+            every.add(name)
+    for _ in range(6):
+        ngrams.llm.llm_engine.step()
+    add_repeating(ngrams, "long-0", SLO(ttft_s=300.0), 600, 1, length=300)
+    run_all(ngrams)
+    batches = since.batches()
     check_log(batches)
     assert [batch["checked"] for batch in batches] == [lengths.of(batch) for batch in batches]
 
-    every = {ask.name for ask in asks}
     beside = [batch for batch in batches if ran(batch) == every | {"long-0"}]
     assert len(beside) > 4
     for batch in beside:
@@ -354,10 +295,8 @@ def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
         alone = [batch["checked"][name] for batch in batches[1:6]]
         assert alone == sorted(alone)
         assert alone[0] > 0
-    after = summary(ngrams)
-    assert after["drafts_accepted"] - before["drafts_accepted"] == sum(
-        sum(batch["checked"].values()) for batch in batches
-    )
+    checked = sum(sum(batch["checked"].values()) for batch in batches)
+    assert since["drafts_accepted"] == checked
 
 
 @pytest.mark.release
@@ -371,12 +310,11 @@ def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
     config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     engine = InProcess(model, tmp_path, "fcfs", speculative_config=with_all_lengths(config), **ARGS)
     try:
-        use(engine, "fcfs", RandomLengths())
+        since = use(engine, "fcfs", RandomLengths())
         assert engine.generate(phrases(MANY)) == stock.texts
-        after = summary(engine)
-        assert after["drafts_accepted"] > 0.9 * after["drafts_checked"] > 0
-        assert after["plan_mismatches"] == 0
-        batches = engine.batches()
+        assert since["drafts_accepted"] > 0.9 * since["drafts_checked"] > 0
+        assert since["plan_mismatches"] == 0
+        batches = since.batches()
         check_log(batches)
         for batch, sample in zip(batches, engine.table.samples(), strict=True):
             if batch["checked"]:
@@ -386,87 +324,55 @@ def test_a_drafting_model_drafts_as_much_as_is_checked(model, stock, tmp_path):
         engine.close()
 
 
-def speculative(**changes):
-    config = {
-        "method": "ngram",
-        "enable_adaptive_verification": False,
-        "uses_dynamic_speculative_decoding": lambda: True,
-        "use_multi_module_mtp": lambda: False,
-    }
-    scheduler = {
-        "policy": "fcfs",
-        "enable_chunked_prefill": True,
-        "long_prefill_token_threshold": 0,
-        "async_scheduling": False,
-    }
-    for name in scheduler.keys() & changes.keys():
-        scheduler[name] = changes.pop(name)
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(**scheduler),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="uni"
-        ),
-        speculative_config=SimpleNamespace(**(config | changes)),
+@pytest.mark.release
+async def test_tokens_that_come_in_groups_are_counted_one_by_one(model, tmp_path):
+    """By the engine of a replica, whose text is one token again and again, and at the edge."""
+    tokens, args = 60, {"max_num_batched_tokens": 128, "speculative_config": NGRAM}
+    engine = VllmEngine(small_config(model, tmp_path, **args), "replica-1", 32)
+    body = {"prompt": [500] * 20, "allowed_token_ids": [500], "max_tokens": tokens}
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        await engine.start()
+        before = engine.state().summary.copy()
+        _, (whole,), plain_tail = split(await items_of(engine, greedy("plain", **body)))
+        asked = greedy("streamed", **body, **streaming)
+        _, chunks, tail = split(await items_of(engine, asked))
+        after = engine.state().summary
+    finally:
+        await engine.stop()
+    plain = json.loads(whole.data)
+    assert whole.tokens == plain_tail.output_tokens == plain["usage"]["completion_tokens"] == tokens
+    offsets_s = list(plain_tail.token_offsets_s)
+    assert len(offsets_s) == tokens and offsets_s == sorted(offsets_s)
+    groups = Counter(offsets_s)
+    assert len(groups) < tokens / 2, "most steps gave several tokens"
+    assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == tokens
+    assert sum(chunk.tokens > 0 for chunk in chunks) < tokens / 2
+    events = events_of(chunks)
+    assert events[-1]["usage"].items() <= plain["usage"].items()
+    text = "".join(choice["text"] for event in events for choice in event["choices"])
+    assert text == plain["choices"][0]["text"]
+    accepted, checked = (after[name] - before[name] for name in DRAFTS)
+    assert accepted == checked > tokens
+
+    # The edge counts the tokens of a plain response one by one, and those of a stream by chunk.
+    slo = SLO(ttft_s=offsets_s[0], tpot_s=1.0)
+    single, grouped = TokenClock(slo, 0.0), TokenClock(slo, 0.0)
+    for offset_s in offsets_s:
+        single.emit(1, offset_s)
+    for offset_s, count in groups.items():
+        grouped.emit(count, offset_s)
+    mean_s = (offsets_s[-1] - offsets_s[0]) / (tokens - 1)
+    assert single.tpot_s == grouped.tpot_s == pytest.approx(mean_s)
+    assert (single.ttft_s, single.gain) == (grouped.ttft_s, grouped.gain)
+    # A window of ten tokens is from group to group.
+    requests = Requests(of([Arrival(0.0, 20, tokens, slo)]))
+    requests.emitted_s[:] = offsets_s
+    times, ends = list(groups), np.cumsum(list(groups.values()))
+    begins = [np.flatnonzero(end - ends[:place] >= 10) for place, end in enumerate(ends)]
+    slowest_s = max(
+        (times[place] - times[begin[-1]]) / (ends[place] - ends[begin[-1]])
+        for place, begin in enumerate(begins)
+        if len(begin)
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"async_scheduling": True}, "async-scheduling must be off"),
-        ({"uses_dynamic_speculative_decoding": lambda: False}, "by `speculative-config`"),
-        ({"use_multi_module_mtp": lambda: True}, "several MTP layers"),
-        ({"method": "extract_hidden_states"}, "drafts nothing"),
-        ({"enable_adaptive_verification": True}, "must be off"),
-    ],
-)
-def test_speculation_that_no_plan_can_carry_out_is_refused(changes, rule):
-    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-
-    check_config(speculative())
-    with pytest.raises(UnsupportedVllmError, match=rule):
-        check_config(speculative(**changes))
-
-
-def test_a_drafting_model_is_refused_where_vllm_cannot_run_it(monkeypatch):
-    import vllm
-
-    from sluice.replica.vllm.support import UnsupportedVllmError, check_config
-
-    for version in ("0.29.0", "0.31.0"):
-        monkeypatch.setattr(vllm, "__version__", version)
-        check_config(speculative(method="draft_model"))
-    monkeypatch.setattr(vllm, "__version__", "0.30.0")
-    check_config(speculative())
-    with pytest.raises(UnsupportedVllmError, match=r"on CPUs vLLM 0\.30 drafts by ngram only"):
-        check_config(speculative(method="draft_model"))
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"spec-method": "ngram"}, "spec-method cannot be set: use speculative-config"),
-        ({"speculative_config": {"method": "ngram"}}, "vllm_args: .*num_speculative_tokens"),
-        ({"speculative-config": NGRAM, "async-scheduling": True}, "async-scheduling must be False"),
-    ],
-)
-def test_arguments_that_contradict_speculation_are_refused(given, reason, tmp_path):
-    from sluice.replica.scheduler.xargs import SchedulerSettings
-    from sluice.replica.vllm.setup import parse_arguments
-
-    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
-    with pytest.raises(ValueError, match=reason):
-        parse_arguments(given, "model", "name", settings)
-
-
-def test_vllm_is_started_with_every_length(tmp_path):
-    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-
-    from sluice.replica.scheduler.xargs import SchedulerSettings
-    from sluice.replica.vllm.setup import parse_arguments
-
-    settings = SchedulerSettings(state_table=tmp_path / "table", policy="fcfs")
-    parsed = parse_arguments({"speculative-config": NGRAM}, "model", "name", settings)
-    lengths = build_dynamic_sd_schedule_lookup(parsed.speculative_config[BY_BATCH_SIZE], 64, MOST)
-    assert set(lengths) == set(range(MOST + 1))
-    assert parsed.async_scheduling is False
+    assert stages(requests).tpot_s[TPOTMetric.WINDOW][0] == pytest.approx(slowest_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,7 +15,7 @@ from sluice.protocol.requests import (
     ResponseItem,
 )
 from sluice.replica.vllm.warm_up import SAMPLING_FEATURES, STRUCTURED_FEATURES, warm_up
-from sluice.scheduling.request.objective import SLO
+from tests.replica.small_engine import batches_of, greedy, items_of
 
 MESSAGES = [{"role": "user", "content": "Please write a short story"}]
 CHAT_FEATURES = {
@@ -32,11 +31,9 @@ CHAT_FEATURES = {
 
 async def use(engine, endpoint, name, fields, tokens):
     prompt = {"messages": MESSAGES} if endpoint == "chat" else {"prompt": "The river was quiet"}
-    body = {"model": "small", "temperature": 0, "ignore_eos": True, "max_tokens": tokens} | prompt
-    request = EngineRequest(f"{endpoint} {name} {tokens}", endpoint, body | fields, SLO())
-    items = [item async for item in engine.generate(request)]
-    assert isinstance(items[0], ResponseHead)
-    assert items[0].status == 200, (name, items)
+    body = {"max_tokens": tokens} | prompt | fields
+    head, *rest = await items_of(engine, greedy(f"{endpoint} {name} {tokens}", endpoint, **body))
+    assert head.status == 200, (name, rest)
 
 
 @pytest.mark.vllm
@@ -61,7 +58,7 @@ async def test_the_first_use_of_no_feature_compiles_anything(vllm):
 @pytest.mark.vllm
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_steps_of_the_first_uses_teach_the_latency_model_nothing(vllm):
-    names = [[name for name, _, _ in json.loads(line)["ran"]] for line in vllm.batch_log]
+    names = [[name for name, _, _ in batch["ran"]] for batch in batches_of(vllm.engine)]
     used = [names_ for names_ in names if any(name.startswith("warm-up-") for name in names_)]
     both = {len(set(names_)) for names_ in used}
     # Batches of one request, of two, and of all features at once.

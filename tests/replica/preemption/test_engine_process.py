@@ -25,7 +25,7 @@ from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
-from tests.replica.killed_worker import check_killed_worker
+from tests.replica.small_engine import check_killed_worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 

@@ -1,17 +1,20 @@
-"""Outputs that are made again in vLLM's output processor, against those of one that was left alone.
-No engine: tokens are given."""
+"""What the client of a vLLM engine makes of its outputs: tokens, times and the end of reasoning of
+each chunk, and outputs that are made again to resume a stream. No engine: tokens are given."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.protocol.requests import Resume
+from sluice.protocol.requests import ResponseChunk, Resume
+from sluice.replica.vllm.engine import reasoning_ends
 from sluice.replica.vllm.local_model import local_model
+from tests.controller.fleet import Clock
 from tests.examples import examples
 
 pytestmark = pytest.mark.vllm
@@ -64,23 +67,19 @@ class Output:
 
     def feed(self, groups: list[list[int]]) -> list[Any]:
         """What comes of these tokens, as an engine gives them."""
-        from vllm.v1.engine import EngineCoreOutput
-
-        from sluice.replica.vllm.client import _end_of
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
 
         made = []
         for group in groups:
             if self.ended:
                 break
-            reason, stop = None, None
+            output = EngineCoreOutput("r", list(group))
             done = self.processor.request_states["r"].detokenizer.num_output_tokens()
-            if group[-1] == LAST or done + len(group) == MOST:
-                reason, stop = _end_of(
-                    self.request, [0] * (done + len(group) - 1) + group[-1:], 999
-                )
-            self.processor.process_outputs(
-                [EngineCoreOutput("r", list(group), finish_reason=reason, stop_reason=stop)]
-            )
+            if group[-1] == LAST:
+                output.finish_reason, output.stop_reason = FinishReason.STOP, LAST
+            elif done + len(group) == MOST:
+                output.finish_reason = FinishReason.LENGTH
+            self.processor.process_outputs([output])
             made.append(self.queue.get_nowait())
         return made
 
@@ -168,3 +167,76 @@ async def test_an_abort_while_outputs_are_made_again_is_the_last_output(tokenize
     assert last is not None and last.finished
     assert last.outputs[0].finish_reason == "abort"
     assert output.queue.get_nowait() is None
+
+
+END = 9
+
+
+def test_the_parser_of_the_engine_says_with_which_tokens_reasoning_ends() -> None:
+    vocabulary = {"<think>": 7, "</think>": END}
+    tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
+    for parser, ends in (("deepseek_r1", {END}), ("", set())):
+        outputs = SimpleNamespace(reasoning_parser=parser)
+        config = SimpleNamespace(structured_outputs_config=outputs)
+        engine = SimpleNamespace(vllm_config=config, get_tokenizer=lambda: tokenizer)
+        assert reasoning_ends(engine) == ends
+
+
+def output_of(*token_ids: int) -> Any:
+    """What an engine gives of one choice."""
+    choice = SimpleNamespace(index=0, token_ids=token_ids)
+    return SimpleNamespace(
+        outputs=[choice],
+        prompt_token_ids=(1,),
+        num_cached_tokens=0,
+        metrics=None,
+        kv_transfer_params=None,
+    )
+
+
+def call_of(**own: Any) -> Any:
+    from sluice.replica.vllm.client import ApiCall
+
+    return ApiCall(0.0, **{"ends": frozenset({END}), **own})
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_chunk_says_with_which_of_its_tokens_reasoning_ended(resumable: bool) -> None:
+    call, counted = call_of(resumable=resumable), dict[int, int]()
+    chunks: list[ResponseChunk] = []
+    # The second event has what two outputs of the engine made.
+    for event in ([(1, 2)], [(3,), (4, END, 5)], [(END,)]):
+        for token_ids in event:
+            call.count(output_of(*token_ids), counted)
+        chunks += call.chunks(b"event")
+    assert [(chunk.tokens, chunk.reasoned) for chunk in chunks] == (
+        [(2, 0), (1, 0), (3, 2), (1, 0)] if resumable else [(2, 0), (4, 3), (1, 0)]
+    )
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_chunks_of_a_request_of_stages_have_the_times_of_their_tokens(
+    resumable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a token that makes no event, as the one that ends the reasoning."""
+    call, counted = call_of(resumable=resumable, staged=True), dict[int, int]()
+    clock = Clock(0.0)
+    monkeypatch.setattr("sluice.replica.vllm.client.time.monotonic", clock)
+    for token_ids in ((1, 2), (END,), (3,)):
+        clock.advance(0.5)
+        call.count(output_of(*token_ids), counted)
+    clock.advance(0.5)
+    assert call.chunks(b"event") == [
+        ResponseChunk(b"", 2, (1, 2) if resumable else (), 0, 0.5),
+        ResponseChunk(b"", 1, (END,) if resumable else (), 1, 1.0),
+        ResponseChunk(b"event", 1, (3,) if resumable else (), 0, 1.5),
+    ]
+    assert call.chunks(b"[DONE]") == [ResponseChunk(b"[DONE]")]
+
+
+def test_a_plain_response_says_with_which_of_all_tokens() -> None:
+    for ends, reasoned in ((frozenset({END}), 4), (frozenset(), 0)):
+        call, counted = call_of(ends=ends), dict[int, int]()
+        for token_ids in ((1, 2), (1, 2, 3), (1, 2, 3, END, 4, END)):
+            call.count(output_of(*token_ids), counted, plain=True)
+        assert (call.reasoned, call.output_tokens) == (reasoned, 6)
