@@ -25,6 +25,7 @@ from sluice.replica.pools import Pool, resources
 from sluice.replica.vllm_args import devices
 from sluice.router.app import Router, ServedModel
 from sluice.router.ingress.http_server import STOP_S
+from sluice.router.serve.hint import START_WAIT_S
 from sluice.scheduling.roles import ROLES, Role
 
 REPLICA_DEPLOYMENTS: dict[Role, str] = {
@@ -140,7 +141,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, config: SluiceConfig) -> Applicatio
     if len(fleet.pools) > 1:
         hints |= {"other_pools": True, "no_replica_wait_s": OTHER_POOL_WAIT_S}
     if controller.startup_s is not None:
-        hints |= {"scales_to_zero": True, "no_replica_wait_s": config.router.start_wait_s}
+        hints |= {"scales_to_zero": True, "no_replica_wait_s": START_WAIT_S}
     replicas = serve.deployment(ReplicaServer).options(
         name=deployment_name(fleet.key, pool.role, pool.name),
         logging_config=_LOGGING,

@@ -123,7 +123,6 @@ class Calls:
         limiter: RateLimiter,
         telemetry: Telemetry,
     ) -> None:
-        self._config = config
         self._fleets = fleets
         self._loops = loops
         self._limiter = limiter
@@ -159,9 +158,8 @@ class Calls:
             return Response(status_code=400)  # never read: the client has left
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)
-        patience_s = self._config.stalled_reader_s
         fetches = getattr(request.state, wire.FETCHES, False)
-        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, patience_s, fetches)
+        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, fetches)
 
 
 def _model_routes(fleets: ModelRegistry) -> APIRouter:

@@ -54,9 +54,6 @@ class BatchesConfig(BaseModel):
     max_file_bytes: int = Field(
         default=200_000_000, ge=1 << 10, le=1 << 40, description="Maximum size of an upload, bytes."
     )
-    max_lines: int = Field(
-        default=50_000, ge=1, le=1_000_000, description="Maximum lines of one batch."
-    )
     max_bytes_per_key: int = Field(
         default=10 << 30,
         ge=1 << 10,
@@ -301,27 +298,6 @@ class TlsConfig(BaseModel):
     key: KeyFile = Field(description="Absolute path of its private key, PEM, without a password.")
 
 
-class RetryBudgetConfig(BaseModel):
-    """Limits retries, resumed streams included, in each router replica."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ratio: float = Field(
-        default=0.2,
-        ge=0,
-        le=10,
-        description="Retries per request in a window of 60 s. 0 leaves the floor.",
-    )
-    floor: int = Field(
-        default=100,
-        ge=0,
-        le=1_000_000,
-        description="Retries per window that are allowed in addition, whatever the traffic. About "
-        "the number of requests that one replica serves at once: when it dies, all of these are "
-        "retried.",
-    )
-
-
 class RouterConfig(BaseModel):
     """The HTTP edge."""
 
@@ -387,32 +363,17 @@ class RouterConfig(BaseModel):
         "decides.",
     )
     max_body_bytes: int = Field(
-        default=4 << 20, ge=1 << 10, le=1 << 30, description="Maximum request body, bytes."
-    )
-    max_audio_bytes: int = Field(
-        default=25 << 20,
+        default=4 << 20,
         ge=1 << 10,
         le=1 << 30,
-        description="Maximum size of audio to be transcribed or translated, bytes.",
-    )
-    max_held_bytes: int = Field(
-        default=512 << 20,
-        ge=1 << 10,
-        le=1 << 40,
-        description="Maximum bytes of request bodies in one router replica; further bodies get "
-        "503. A body counts until its request has ended. One API key may use half.",
+        description="Maximum request body, bytes. All bodies in one router may have 512 MiB, "
+        "or twice this if that is more; further ones get 503. One API key may use half.",
     )
     max_in_flight: int = Field(
         default=4096,
         ge=1,
         le=1_000_000,
         description="Maximum requests in flight in one router replica; further ones get 503.",
-    )
-    stalled_reader_s: float = Field(
-        default=60.0,
-        ge=1,
-        le=3_600,
-        description="A client that reads nothing of its stream for this long is dropped, seconds.",
     )
     cors_origins: tuple[Origin, ...] = Field(
         default=(),
@@ -447,13 +408,6 @@ class RouterConfig(BaseModel):
         le=10,
         description="Maximum attempts per request, those that resume its stream included.",
     )
-    start_wait_s: float = Field(
-        default=600.0,
-        gt=0,
-        le=86_400,
-        description="For models with `min_replicas: 0`: maximum wait of a request for the first "
-        "replica, seconds; then 503.",
-    )
     stall_after_s: float = Field(
         default=1.0,
         ge=0.1,
@@ -461,9 +415,13 @@ class RouterConfig(BaseModel):
         description="Silence of a response after which its replica is probed, seconds. If the "
         "replica hangs or does not answer, and another one can serve, the attempt is abandoned.",
     )
-    retry_budget: RetryBudgetConfig = Field(
-        default_factory=RetryBudgetConfig,
-        description="Limits the retries of all requests together.",
+    retry_budget: int = Field(
+        default=100,
+        ge=0,
+        le=1_000_000,
+        description="Retries, resumed streams included, that one router replica may make in 60 s, "
+        "in addition to one per five requests. About the number of requests that a model replica "
+        "serves at once: when it dies, all of these are retried.",
     )
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."
@@ -489,16 +447,6 @@ class RouterConfig(BaseModel):
     @model_validator(mode="after")
     def _check_issuers(self) -> RouterConfig:
         check_issuers(self.issuers, self.classes)
-        return self
-
-    @model_validator(mode="after")
-    def _check_bytes(self) -> RouterConfig:
-        least = 2 * max(self.max_body_bytes, self.max_audio_bytes)
-        if self.max_held_bytes < least:
-            raise ValueError(
-                "max_held_bytes must be at least twice max_body_bytes and twice max_audio_bytes, "
-                f"{least}, so that one API key can send the largest body; got {self.max_held_bytes}"
-            )
         return self
 
     @model_validator(mode="after")

@@ -126,6 +126,9 @@ class BatchMetrics:
 MAX_CUSTOM_ID: Final = 512
 """Maximum length of ``custom_id``, characters."""
 
+MAX_LINES: Final = 50_000
+"""Maximum number of requests of a batch: that of OpenAI's API."""
+
 MAX_FAULTS: Final = 100
 """Maximum number of reported faults of one input; reading stops there."""
 
@@ -159,7 +162,7 @@ class LineError(ValueError):
         self.param = param
 
 
-def check_lines(file: BinaryIO, url: str, max_lines: int, max_line_bytes: int) -> Checked:
+def check_lines(file: BinaryIO, url: str, max_line_bytes: int) -> Checked:
     """The invalid lines of the whole input; bodies are checked only when they run. ``O(bytes)``;
     the ids are kept in memory."""
     faults: list[LineFault] = []
@@ -167,11 +170,11 @@ def check_lines(file: BinaryIO, url: str, max_lines: int, max_line_bytes: int) -
     total = 0
     for number, raw in _numbered(file, max_line_bytes):
         total += 1
-        if total > max_lines:
+        if total > MAX_LINES:
             faults.append(
                 LineFault(
                     code="too_many_lines",
-                    message=f"A batch may have at most {max_lines} requests.",
+                    message=f"A batch may have at most {MAX_LINES} requests.",
                 )
             )
             break

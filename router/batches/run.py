@@ -161,13 +161,12 @@ class BatchRun:
             await self._store.ask(BatchState.release, self._record.id)
 
     async def _check(self) -> bool:
-        config, record = self._resources.config, self._record
+        record = self._record
         checked = await self._store.read(
             record.input_file_id,
             partial(
                 check_lines,
                 url=record.endpoint,
-                max_lines=config.max_lines,
                 max_line_bytes=self._resources.max_line_bytes,
             ),
         )

@@ -80,10 +80,6 @@ class Store:
         self._now = now
         self._path = directory / NAME
         make_folder(directory)
-        if (directory / "lock").exists():
-            _log.warning(
-                "ignoring the files and batches of an earlier version of Sluice in %s", directory
-            )
         self._routers = Routers(directory / "routers")
         with self._converted_errors():
             self._state = BatchState(config, self._path, self._routers.id, now)

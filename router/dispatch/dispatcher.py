@@ -70,6 +70,9 @@ from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
 
+STALLED_READER_S = 60.0
+"""A client that reads nothing of its stream for this long is dropped, seconds."""
+
 _BUSY = 503
 _PAIR: frozenset[Role] = frozenset(("prefill", "decode"))
 _UNTRACED: Mapping[str, str] = {}
@@ -94,7 +97,6 @@ class Dispatcher:
         self._replicas = replicas
         self._metrics = metrics
         self._max_attempts = config.max_attempts
-        self._patience_s = config.stalled_reader_s
         self.estimator = TokenEstimator()
         self._placements = PlacementClient(
             self.estimator, controller, metrics, config, replicas, clock, pause
@@ -338,7 +340,7 @@ class Dispatcher:
             confirm=answer.case.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
-            direct_patience_s=self._patience_s if answer.fetched else None,
+            direct_patience_s=STALLED_READER_S if answer.fetched else None,
             promised=promised,
         )
         if moves and answer.opened:

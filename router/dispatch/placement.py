@@ -20,6 +20,7 @@ from sluice.router.metrics.instruments import AdmissionMetrics, Fallback, Router
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import TokenEstimator
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
+from sluice.router.serve.hint import START_WAIT_S
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.ranks import replica_of
@@ -253,14 +254,12 @@ class ColdStarts:
     def __init__(
         self,
         replicas: Replicas,
-        config: RouterConfig,
         metrics: AdmissionMetrics,
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[object]],
     ) -> None:
         self._replicas = replicas
         self._most = MAX_WAITING
-        self._limit_s = config.start_wait_s
         self._metrics = metrics
         self._clock = clock
         self._pause = pause
@@ -277,7 +276,7 @@ class ColdStarts:
             self._begin(decision)  # a retry is to find a replica
             return decision
         self._check_room(client, decision)
-        joined_s, limit_s = self._clock(), min(self._limit_s, ttl_s)
+        joined_s, limit_s = self._clock(), min(START_WAIT_S, ttl_s)
         self._count(client, 1)
         found: RouteDecision | None = decision
         try:
@@ -429,7 +428,7 @@ class PlacementClient:
             name for name, entry in classes if entry.when_unattainable != "best_effort"
         }
         self._full_until_s: dict[str, float] = {}
-        self._cold_starts = ColdStarts(replicas, config, metrics.admission, clock, pause)
+        self._cold_starts = ColdStarts(replicas, metrics.admission, clock, pause)
         self._queues = {
             name: AdmissionQueue(name, entry, metrics.admission, clock, pause)
             for name, entry in classes

@@ -17,7 +17,7 @@ from sluice.protocol.requests import EVENT_STREAM, Endpoint
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.attempt import Answer
-from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.dispatcher import STALLED_READER_S, Dispatcher
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
 from sluice.router.request.call import Call
@@ -157,8 +157,8 @@ _PROMISED_HEADERS = (
 
 
 class CallResponse(Response):
-    """Serves one call and accounts for it, however it ends. ``stalled_reader_s``: seconds without a
-    read after which the client is dropped. ``fetches``: it can fetch a stream from the replica."""
+    """Serves one call and accounts for it, however it ends. ``fetches``: the client can fetch a
+    stream from the replica."""
 
     def __init__(
         self,
@@ -166,10 +166,8 @@ class CallResponse(Response):
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         telemetry: Telemetry,
-        stalled_reader_s: float,
         fetches: bool = False,
     ) -> None:
-        self._stalled_reader_s = stalled_reader_s
         self._fetches = fetches
         self._call = call
         self._dispatcher = dispatcher
@@ -184,7 +182,7 @@ class CallResponse(Response):
         """Answer over ASGI."""
         outcome = Outcome.FAILED
         try:
-            with TimeoutSend(send, self._stalled_reader_s) as timed_send:
+            with TimeoutSend(send, STALLED_READER_S) as timed_send:
                 outcome = await self._serve(scope, receive, timed_send)
         except StalledReaderError:
             self._metrics.stalled_readers.inc()

@@ -12,7 +12,6 @@ from typing import Final
 from msgspec import structs
 
 from sluice.protocol.requests import EngineRequest
-from sluice.router.config import RetryBudgetConfig
 from sluice.router.dispatch.attempt import Answer
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
@@ -176,17 +175,19 @@ class Pools:
 WINDOW_S: Final = 60.0
 """Sliding window of the retry budget, seconds."""
 
+REQUESTS_PER_RETRY: Final = 5
+"""Requests in a window that allow one more retry."""
+
 _SLOTS: Final = 20
 """Parts of the sliding window: counts expire one part at a time."""
 
 
 class RetryBudget:
-    """One per router process. ``O(1)``, in time and in memory."""
+    """One per router process. ``O(1)``, in time and in memory. ``floor``: retries in a window that
+    are allowed whatever the traffic."""
 
-    def __init__(
-        self, config: RetryBudgetConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._config = config
+    def __init__(self, floor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._floor = floor
         self._clock = clock
         # Slot number, requests, retries; ascending.
         self._slots: deque[list[int]] = deque()
@@ -201,7 +202,7 @@ class RetryBudget:
     def take(self) -> bool:
         """Whether one more attempt may be made now. If so, it is counted."""
         slot = self._slot()
-        if self._retries >= self._config.floor + self._config.ratio * self._requests:
+        if self._retries >= self._floor + self._requests // REQUESTS_PER_RETRY:
             return False
         slot[2] += 1
         self._retries += 1

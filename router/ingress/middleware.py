@@ -187,6 +187,8 @@ class Cors:
 
 
 _CLIENT_REQUEST_ID = wire.CLIENT_REQUEST_ID_HEADER.encode()
+HELD_BYTES: Final = 512 << 20
+"""Minimum of what the bodies of all requests in a router may have together, bytes."""
 
 _COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
 """Whose POST counts towards rate limits; a batch must not block its own cancellation."""
@@ -200,7 +202,7 @@ class IngressMiddleware:
     read.
 
     Refusals are spaced out; those without a valid key have a separate rate, so that they do not
-    delay others. ``max_held_bytes``: of all bodies in flight. A path may end with a slash."""
+    delay others. A path may end with a slash."""
 
     def __init__(
         self,
@@ -222,7 +224,8 @@ class IngressMiddleware:
         limited = (REFUSALS_PER_S, config.max_in_flight, metrics.held_refusals, clock, pause)
         self._refusals, self._refusals_of_strangers = RefusalRate(*limited), RefusalRate(*limited)
         self._max_in_flight = config.max_in_flight
-        self._bodies = BodyBudget(config.max_held_bytes, metrics.held_bytes)
+        held_bytes = max(HELD_BYTES, 2 * config.max_body_bytes)
+        self._bodies = BodyBudget(held_bytes, metrics.held_bytes)
         self._in_flight = 0
         self._of_client: Counter[str] = Counter()
         self._metrics = metrics

@@ -81,6 +81,9 @@ _UNCHANGED: Mapping[str, str] = {}
 _UNSCHEDULED_SLO: Final = SLO(service_class=NO_CLASS)
 _SESSION_HEADER: Final = wire.SESSION_HEADER.encode()
 
+MAX_AUDIO_BYTES = 25 << 20
+"""Maximum size of audio to be transcribed or translated, bytes: that of OpenAI's API."""
+
 MAX_INLINE_BYTES = 64 << 10
 """Largest body that is parsed and checked on the event loop, bytes: some 2 ms at worst."""
 
@@ -139,7 +142,6 @@ class CallReader:
 
     def __init__(self, config: RouterConfig, model_length: ModelLength = _takes_any) -> None:
         self._max_body_bytes = config.max_body_bytes
-        self._max_audio_bytes = config.max_audio_bytes
         self._objectives = SloReader(config)
         self._tokens = TokenLimits(config)
         self._fetch_media = config.fetch_media
@@ -154,7 +156,7 @@ class CallReader:
         arrival: Arrival = request.state.arrival
         rest = (request.headers.raw, endpoint, arrival)
         if endpoint in SPEECH:
-            form = await read_speech(request, self._max_audio_bytes, arrival.held)
+            form = await read_speech(request, MAX_AUDIO_BYTES, arrival.held)
             return self.make(form, *rest)
         raw = await read_body(request, self._max_body_bytes, arrival.held)
         if len(raw) <= MAX_INLINE_BYTES:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+START_WAIT_S = 600.0
+"""Maximum wait of a request for the first replica of a model that may have none, seconds."""
+
 NO_REPLICA_WAIT_S = 5.0
 """How long after the last replica has left requests wait for a new one, seconds. Later requests are
 refused at once: a replica that is not replaced by then is not replaced soon."""

@@ -180,7 +180,7 @@ def test_the_last_replica_goes_and_one_request_brings_it_back() -> None:
 
 def test_a_model_that_may_have_no_replica_says_so_to_those_that_need_to_know() -> None:
     scaled = {"min_replicas": 0, "max_replicas": 3, "policy_options": {"startup_s": 90}}
-    fields = {"replica": {"autoscaling": scaled}, "router": {"start_wait_s": 300}}
+    fields = {"replica": {"autoscaling": scaled}}
     config = parse_config(fields)
     (fleet,) = config.fleets
     assert fleet.controller.startup_s == 90
@@ -188,7 +188,7 @@ def test_a_model_that_may_have_no_replica_says_so_to_those_that_need_to_know() -
     deployed = pools["mixed"]._bound_deployment._deployment_config
     assert (deployed.autoscaling_config.min_replicas, config.replica.first) == (0, 0)
     hints = deployed.request_router_config.request_router_kwargs
-    assert (hints["scales_to_zero"], hints["no_replica_wait_s"]) == (True, 300)
+    assert (hints["scales_to_zero"], hints["no_replica_wait_s"]) == (True, 600)
     assert hints["controller"]["startup_s"] == 90
     # What was measured elsewhere comes first; and a policy without the option has a usual time.
     own = parse_config({**fields, "controller": {"startup_s": 40}})

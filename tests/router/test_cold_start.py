@@ -17,7 +17,6 @@ from tests.router.test_admission import guaranteed, post
 from tests.router.virtual_time import VirtualTime, settle
 
 CONFIG = RouterConfig(
-    start_wait_s=100,
     classes={
         "standard": ServiceClass(ttft_ms=60_000),
         "strict": ServiceClass(ttft_ms=2_000, when_unattainable="reject"),
@@ -92,6 +91,7 @@ async def test_a_start_that_has_become_too_slow_ends_the_wait() -> None:
 
 async def test_no_more_wait_than_may_and_none_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.router.dispatch.placement.MAX_WAITING", 3)
+    monkeypatch.setattr("sluice.router.dispatch.placement.START_WAIT_S", 100.0)
     edge, clock = asleep(STARTS)
     calls = [asyncio.create_task(post(edge)) for _ in range(4)]
     await settle()

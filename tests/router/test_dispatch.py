@@ -18,9 +18,8 @@ from sluice.protocol.requests import (
     ResponseTail,
     request_key,
 )
-from sluice.router.config import RetryBudgetConfig
 from sluice.router.dispatch.attempt import Answer
-from sluice.router.dispatch.retries import RetryBudget
+from sluice.router.dispatch.retries import REQUESTS_PER_RETRY, RetryBudget
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
@@ -42,22 +41,17 @@ from tests.router.far_side import (
 # How many further attempts there may be.
 
 
-def budget(clock: Clock, **config: float) -> RetryBudget:
-    return RetryBudget(RetryBudgetConfig.model_validate(config), clock)
-
-
 def test_a_share_of_the_requests_and_a_floor() -> None:
-    clock = Clock()
-    some = budget(clock, ratio=0.5, floor=2)
+    some = RetryBudget(2, Clock())
     assert [some.take() for _ in range(3)] == [True, True, False]
-    for _ in range(4):
+    for _ in range(2 * REQUESTS_PER_RETRY):
         some.count_request()
     assert [some.take() for _ in range(3)] == [True, True, False]
 
 
 def test_what_is_past_does_not_count() -> None:
     clock = Clock()
-    some = budget(clock, ratio=0, floor=1)
+    some = RetryBudget(1, clock)
     assert some.take() and not some.take()
     clock.now_s += 57
     assert not some.take()
@@ -65,17 +59,11 @@ def test_what_is_past_does_not_count() -> None:
     assert some.take()
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=200),
-    st.integers(0, 5),
-    st.sampled_from([0.0, 0.2, 1.0]),
-)
-def test_no_window_has_more_than_its_share(
-    events: list[tuple[float, bool]], floor: int, ratio: float
-) -> None:
+@given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=200), st.integers(0, 5))
+def test_no_window_has_more_than_its_share(events: list[tuple[float, bool]], floor: int) -> None:
     """Of any window that ends with a further attempt, to the slot that it is counted in."""
     clock = Clock()
-    some = budget(clock, ratio=ratio, floor=floor)
+    some = RetryBudget(floor, clock)
     requests: list[float] = []
     taken: list[float] = []
     for pause_s, is_request in events:
@@ -87,7 +75,7 @@ def test_no_window_has_more_than_its_share(
             taken.append(clock.now_s)
             recent = sum(clock.now_s - 57 < at for at in taken)
             asked = sum(clock.now_s - 60 <= at for at in requests)
-            assert recent <= floor + ratio * asked + 1
+            assert recent <= floor + asked / REQUESTS_PER_RETRY
     assert len(some._slots) <= 21
 
 

@@ -13,7 +13,7 @@ import pytest
 from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem, request_key
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.placement.migration import AT_ONCE, MOST_MOVES, REST_S
@@ -158,9 +158,7 @@ async def test_a_move_that_fails_costs_no_attempt() -> None:
     expected = await whole()
     engines = Engines("r0", "r2")
     side = FarSide(r0=engines["r0"], r1=fail(DIED), r2=engines["r2"])
-    none_left = RouterConfig(
-        stall_after_s=3_600, max_attempts=2, retry_budget=RetryBudgetConfig(ratio=0, floor=0)
-    )
+    none_left = RouterConfig(stall_after_s=3_600, max_attempts=2, retry_budget=0)
     router = edge(side, placed("r0"), placed("r1"), placed("r2"), config=none_left)
     stream = await begun(router)
     router.controller.leaving(["r0"])

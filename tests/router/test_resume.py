@@ -25,7 +25,7 @@ from sluice.protocol.requests import (
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.profiling import VirtualLoop
 from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Piece, Transcript
 from sluice.router.dispatch.retries import rest_of
 from sluice.router.dispatch.suspicion import CLEARED_S
@@ -382,7 +382,7 @@ async def test_the_budget_of_retries_holds_for_streams_and_for_new_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sluice.router.dispatch.retries.WINDOW_S", 3_600)
-    spent = RouterConfig(retry_budget=RetryBudgetConfig(ratio=0, floor=1))
+    spent = RouterConfig(retry_budget=1)
     router = edge(4, 5, config=spent)
     stream = await text(router, "/v1/completions")
     assert "stream_broken" in stream

@@ -91,17 +91,13 @@ def streamed(**more: Any) -> bytes:
     return json.dumps({**CHAT_BODY, "stream": True, **more}).encode()
 
 
-def impatient() -> RouterConfig:
-    # A second is the least that may be configured.
-    return RouterConfig().model_copy(update={"stalled_reader_s": SHORT_S})
-
-
 @pytest.mark.parametrize("behaviour", [flows, ends])
 @pytest.mark.parametrize("taken", [0, 1, 2])
 async def test_a_reader_that_takes_nothing_is_dropped_and_its_work_ends(
-    behaviour: Any, taken: int
+    behaviour: Any, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edge = Edge(FarSide(a=behaviour), config=impatient())
+    monkeypatch.setattr("sluice.router.dispatch.response.STALLED_READER_S", SHORT_S)
+    edge = Edge(FarSide(a=behaviour))
     client = Connection(edge, streamed(), takes=taken)
     async with asyncio.timeout(120):
         await client.task

@@ -155,9 +155,10 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-async def test_what_is_refused(name: str) -> None:
+async def test_what_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.router.request.call.MAX_AUDIO_BYTES", 64_000)
     given, status, told = BAD[name]
-    edge = Edge(FarSide(a=hear), config=RouterConfig(max_audio_bytes=64_000))
+    edge = Edge(FarSide(a=hear))
     async with edge.client() as client:
         if "json" not in given:
             given = {"data": {"model": "m"}, "files": {"file": AUDIO}} | given

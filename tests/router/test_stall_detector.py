@@ -22,7 +22,7 @@ from sluice.protocol.requests import (
     ResponseTaken,
     request_key,
 )
-from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts
 from sluice.router.dispatch.retries import RetryBudget
 from sluice.router.dispatch.stall_detector import (
@@ -231,9 +231,9 @@ async def test_no_more_leave_at_once_than_the_budget_pays_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sluice.router.dispatch.retries.WINDOW_S", 20)
-    budget = RetryBudgetConfig(ratio=0, floor=2)
-    config = RouterConfig(retry_budget=budget)
-    router = edge(config, r0=freezing(0), r1=simulated(), decisions=(*["r0"] * 5, "r1"))
+    router = edge(
+        RouterConfig(retry_budget=2), r0=freezing(0), r1=simulated(), decisions=(*["r0"] * 5, "r1")
+    )
     streams = [await asked(router) for _ in range(5)]
     await asyncio.sleep(15)
     assert [stream.done() for stream in streams] == [True, True, False, False, False]
@@ -457,7 +457,7 @@ class Watched(StallDetector):
 
 def detector(script: Script) -> Watched:
     clock = asyncio.get_running_loop().time
-    budget = RetryBudget(RetryBudgetConfig(floor=1_000), clock)
+    budget = RetryBudget(1_000, clock)
     return Watched(script, budget, clock)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem
-from sluice.router.config import RetryBudgetConfig, RouterConfig
+from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Answer, Attempt, Case, OpenAttempts
 from sluice.router.dispatch.suspicion import (
     CLEARED_S,
@@ -232,7 +232,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "poison"}]}
 @virtual
 async def test_a_poisoned_request_takes_two_replicas_and_no_more(death: bool) -> None:
     router = edge(
-        RouterConfig(max_attempts=10, retry_budget=RetryBudgetConfig(floor=1000)),
+        RouterConfig(max_attempts=10, retry_budget=1_000),
         **{f"r{index}": poisoned(death) for index in range(5)},
     )
     says_so(router.side)

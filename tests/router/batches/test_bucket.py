@@ -23,15 +23,14 @@ from tests.router.batches.routers import config, jsonl, line, names_in, serving,
 
 # The same tests, with their bytes elsewhere.
 from tests.router.batches.test_files_and_lists import (  # noqa: F401
-    test_a_key_that_sends_slowly_leaves_places_to_the_others,
     test_lists_go_on_after_what_was_seen,
     test_nobody_sees_what_belongs_to_another_key,
-    test_results_are_kept_as_long_as_was_asked,
+    test_results_are_kept_as_long_as_was_asked_and_are_no_input,
+    test_uploads_under_way_are_bounded,
 )
 from tests.router.batches.test_run_batches import (  # noqa: F401
     test_a_batch_is_run_as_best_effort_and_gives_its_results,
     test_a_router_that_starts_goes_on_where_another_stopped,
-    test_another_router_takes_over_a_batch,
     test_cancelling_stops_what_is_under_way_and_keeps_what_is_done,
     test_routers_share_a_folder_and_run_each_batch_once,
     test_what_is_left_at_the_end_of_the_window_expires,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from sluice.router.config import DAY_S, BatchesConfig, RouterConfig
+from tests.documents import ROOT, marked, rows, section
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,
+    URL,
     Held,
     UnixClock,
     config,
@@ -31,6 +33,7 @@ from tests.router.batches.routers import (
 from tests.router.far_side import Edge, FarSide, serve
 
 FOREVER = "file-" + "0" * 32
+JSON = {"content-type": "application/json"}
 BOUNDARY = {"content-type": "multipart/form-data; boundary=edge"}
 
 
@@ -139,7 +142,7 @@ async def test_nobody_sees_what_belongs_to_another_key(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError) as refused:
             await other.batches.create(
                 input_file_id=done.input_file_id,
-                endpoint="/v1/chat/completions",
+                endpoint=URL,
                 completion_window="24h",
             )
         assert refused.value.param == "input_file_id"
@@ -249,7 +252,7 @@ async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     "headers",
     [
-        {"content-type": "application/json"},
+        JSON,
         {"content-type": "multipart/form-data"},
         {**BOUNDARY, "content-encoding": "gzip"},
     ],
@@ -296,40 +299,35 @@ class Halting:
         yield body[20:]
 
 
+@pytest.mark.parametrize(
+    ("keys", "most", "refusal"),
+    [((), 1, (503, "router_full")), ((KEY, OTHER_KEY), 2, (429, "client_full"))],
+)
 async def test_uploads_under_way_are_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    keys: tuple[str, ...],
+    most: int,
+    refusal: tuple[int, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sluice.router.batches.api.MAX_UPLOADS", 1)
-    slow = Halting()
-    edge = Edge(FarSide(a=serve), config=config(tmp_path))
-    async with edge.client() as client:
-        first = asyncio.create_task(client.post("/v1/files", content=slow, headers=BOUNDARY))
-        await slow.began.wait()
-        second = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=BOUNDARY)
-        assert second.status_code == 503
-        assert int(second.headers["retry-after"]) >= 1
-        slow.go_on.set()
-        assert (await first).status_code == 200
-        third = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=BOUNDARY)
-        assert third.status_code == 200
-
-
-async def test_a_key_that_sends_slowly_leaves_places_to_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sluice.router.batches.api.MAX_UPLOADS", 2)
-    slow = Halting()
-    edge = Edge(FarSide(a=serve), config=config(tmp_path, [KEY, OTHER_KEY]))
+    """In all, and one key leaves places to the others."""
+    monkeypatch.setattr("sluice.router.batches.api.MAX_UPLOADS", most)
+    slow, content = Halting(), form(FILE, PURPOSE)
+    edge = Edge(FarSide(a=serve), config=config(tmp_path, keys))
     mine, other = ({**BOUNDARY, "authorization": f"Bearer {key}"} for key in (KEY, OTHER_KEY))
     async with edge.client() as client:
         first = asyncio.create_task(client.post("/v1/files", content=slow, headers=mine))
         await slow.began.wait()
-        second = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=mine)
-        assert (second.status_code, second.json()["error"]["code"]) == (429, "client_full")
-        third = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=other)
-        assert third.status_code == 200
+        second = await client.post("/v1/files", content=content, headers=mine)
+        assert (second.status_code, second.json()["error"]["code"]) == refusal
+        assert int(second.headers["retry-after"]) >= 1
+        if keys:
+            third = await client.post("/v1/files", content=content, headers=other)
+            assert third.status_code == 200
         slow.go_on.set()
         assert (await first).status_code == 200
+        fourth = await client.post("/v1/files", content=content, headers=mine)
+        assert fourth.status_code == 200
 
 
 async def test_an_upload_that_does_not_go_on_ends(
@@ -343,49 +341,37 @@ async def test_an_upload_that_does_not_go_on_ends(
     assert names_in(tmp_path / "files") == []
 
 
-BAD_BATCHES: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"input_file_id": None}, "input_file_id must be the id of a file, got None", "input_file_id"),
-    (
-        {"endpoint": "/v1/images"},
-        "endpoint must be one of /v1/chat/completions, /v1/completions, /v1/responses",
-        "endpoint",
-    ),
-    ({"endpoint": ["x"]}, "endpoint must be one of", "endpoint"),
-    (
-        {"completion_window": "1h"},
-        "completion_window must be one of 24h, got '1h'",
-        "completion_window",
-    ),
-    ({"metadata": "x"}, "metadata must be an object", "metadata"),
-    ({"metadata": {str(n): "" for n in range(17)}}, "at most 16 texts", "metadata"),
-    ({"metadata": {"k": 1}}, "metadata must be", "metadata"),
-    ({"metadata": {"k" * 65: "v"}}, "metadata must be", "metadata"),
-    ({"metadata": {"k": "v" * 513}}, "metadata must be", "metadata"),
-    ({"output_expires_after": 7}, "output_expires_after must be", "output_expires_after"),
+BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"input_file_id": None}, "input_file_id must be the id of a file, got None"),
+    ({"endpoint": "/v1/images"}, "must be one of /v1/chat/completions, /v1/completions, /v1/resp"),
+    ({"endpoint": ["x"]}, "endpoint must be one of"),
+    ({"completion_window": "1h"}, "completion_window must be one of 24h, got '1h'"),
+    ({"metadata": "x"}, "metadata must be an object"),
+    ({"metadata": {str(n): "" for n in range(17)}}, "at most 16 texts"),
+    ({"metadata": {"k": 1}}, "metadata must be"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata must be"),
+    ({"metadata": {"k": "v" * 513}}, "metadata must be"),
+    ({"output_expires_after": 7}, "output_expires_after must be"),
     (
         {"output_expires_after": {"anchor": "created_at", "seconds": True}},
-        "must be an integer from 3600",
-        "output_expires_after.seconds",
+        "output_expires_after.seconds must be an integer from 3600",
     ),
-    ({"priority": 3}, "'priority' is not a known field", "priority"),
+    ({"priority": 3}, "'priority' is not a known field"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message", "param"), BAD_BATCHES)
-async def test_a_wrong_batch_is_refused(
-    tmp_path: Path, change: dict[str, Any], message: str, param: str | None
-) -> None:
+async def test_a_wrong_batch_is_refused(tmp_path: Path) -> None:
     edge = Edge(FarSide(a=serve), config=config(tmp_path))
-    good = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    good = {"endpoint": URL, "completion_window": "24h"}
     async with edge.client() as client:
         made = await client.post("/v1/files", content=form(FILE, PURPOSE), headers=BOUNDARY)
-        body = {"input_file_id": made.json()["id"], **good, **change}
-        response = await client.post("/v1/batches", json=body)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert message in error["message"] and error["param"] == param
-        sent = {"content": b"[]", "headers": {"content-type": "application/json"}}
-        response = await client.post("/v1/batches", **sent)  # type: ignore[arg-type]
+        for change, message in BAD_BATCHES:
+            body = {"input_file_id": made.json()["id"], **good, **change}
+            response = await client.post("/v1/batches", json=body)
+            error = response.json()["error"]
+            assert (response.status_code, message in error["message"]) == (400, True), error
+            assert error["param"].removesuffix(".seconds") in change
+        response = await client.post("/v1/batches", content=b"[]", headers=JSON)
         assert response.json()["error"]["code"] == "invalid_json"
         assert (await client.get("/v1/batches")).json()["data"] == []
 
@@ -394,12 +380,8 @@ async def test_limits_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, limit in (("MAX_FILES", 3), ("MAX_UNFINISHED", 2), ("MAX_ENDED", 1)):
         monkeypatch.setattr(f"sluice.router.batches.state.{name}", limit)
     side = FarSide(a=Held(0))
-    settings = config(
-        tmp_path,
-        [KEY, OTHER_KEY],
-    )
     now = UnixClock()
-    async with serving(settings, side, now) as router:
+    async with serving(config(tmp_path, [KEY, OTHER_KEY]), side, now) as router:
         client = router.of(KEY)
         batches = []
         for _ in range(2):
@@ -416,27 +398,14 @@ async def test_limits_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (file, *_) = [entry async for entry in client.files.list(purpose="batch")]
         now.now_s += 1
         again = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            input_file_id=file.id, endpoint=URL, completion_window="24h"
         )
         # Of the two that have ended only the younger is remembered.
         assert [batch.id async for batch in client.batches.list()] == [again.id, batches[1]]
         assert len([batch async for batch in router.of(OTHER_KEY).batches.list()]) == 1
 
 
-async def test_results_are_no_input(tmp_path: Path) -> None:
-    async with serving(config(tmp_path)) as router:
-        done = await until(
-            router.client, (await submit(router.client, [line("a")])).id, "completed"
-        )
-        with pytest.raises(openai.BadRequestError, match="with the purpose batch"):
-            await router.client.batches.create(
-                input_file_id=str(done.output_file_id),
-                endpoint="/v1/chat/completions",
-                completion_window="24h",
-            )
-
-
-async def test_results_are_kept_as_long_as_was_asked(tmp_path: Path) -> None:
+async def test_results_are_kept_as_long_as_was_asked_and_are_no_input(tmp_path: Path) -> None:
     now = UnixClock()
     async with serving(config(tmp_path), now=now) as router:
         expires: Any = {"anchor": "created_at", "seconds": 7_200}
@@ -445,6 +414,10 @@ async def test_results_are_kept_as_long_as_was_asked(tmp_path: Path) -> None:
         output = await router.client.files.retrieve(str(done.output_file_id))
         assert output.expires_at == now.now_s + 7_200
         assert output.purpose == "batch_output"
+        with pytest.raises(openai.BadRequestError, match="with the purpose batch"):
+            await router.client.batches.create(
+                input_file_id=output.id, endpoint=URL, completion_window="24h"
+            )
 
 
 async def test_a_full_store_is_the_servers_fault(tmp_path: Path) -> None:
@@ -479,10 +452,41 @@ def test_a_folder_must_be_absolute_and_the_class_known() -> None:
         RouterConfig(batches=BatchesConfig(directory=Path("/x"), service_class="none"))
     with pytest.raises(ValidationError, match="must look like 24h or 7d"):
         BatchesConfig(completion_windows=("soon",))
-    assert json.loads(RouterConfig().model_dump_json())["batches"]["directory"] is None
 
 
 def test_a_folder_that_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="file"):
         Edge(FarSide(a=serve), config=config(tmp_path / "file"))
+
+
+# What docs/batches.md says.
+
+DOCUMENT = ROOT / "docs" / "batches.md"
+
+
+async def test_the_example_runs(tmp_path: Path) -> None:
+    (script,) = marked(DOCUMENT, "run: python")
+    async with serving(config(tmp_path)) as router:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            script.replace("http://127.0.0.1:8000/v1", router.url),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await process.communicate()
+    first, *lines = output.decode().splitlines()
+    assert process.returncode == 0
+    assert first.startswith("completed BatchRequestCounts(completed=3, failed=0, total=3")
+    assert sorted(lines) == [f"question-{number} 200" for number in range(3)]
+
+
+def test_the_limits_are_the_defaults() -> None:
+    defaults = BatchesConfig().model_dump()
+    told = {
+        name: float(cells[0].replace(",", ""))
+        for name, cells in rows(section(DOCUMENT, "Limits")).items()
+    }
+    assert told == {name: defaults[name] for name in told}
+    others = {"directory", "url", "service_class", "completion_windows"}
+    assert defaults.keys() - told.keys() == others

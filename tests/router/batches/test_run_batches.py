@@ -8,6 +8,7 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -16,7 +17,7 @@ from pydantic import SecretStr
 from sluice.router.batches.records import FileRecord
 from sluice.router.batches.state import BatchState
 from sluice.router.batches.store import NAME
-from sluice.router.config import DAY_S
+from sluice.router.config import DAY_S, RouterConfig
 from sluice.router.tenancy.auth import ApiKey
 from sluice.router.tenancy.limits import TenantLimits
 from sluice.scheduling.request.job import Tier
@@ -24,10 +25,10 @@ from sluice.scheduling.request.objective import SLO
 from tests.router.batches.routers import (
     KEY,
     OTHER_KEY,
+    URL,
     Held,
     UnixClock,
     config,
-    jsonl,
     line,
     names_in,
     results,
@@ -52,11 +53,7 @@ async def test_a_batch_is_run_as_best_effort_and_gives_its_results(tmp_path: Pat
     async with serving(config(tmp_path)) as router:
         client = router.client
         made = await submit(client, map(line, NAMES), metadata={"for": "tests"})
-        assert (made.status, made.object, made.endpoint) == (
-            "validating",
-            "batch",
-            "/v1/chat/completions",
-        )
+        assert (made.status, made.object, made.endpoint) == ("validating", "batch", URL)
         assert made.expires_at == made.created_at + DAY_S
         done = await until(client, made.id, "completed", "failed")
         assert done.status == "completed"
@@ -111,22 +108,19 @@ async def test_what_the_api_would_refuse_is_refused_line_by_line(tmp_path: Path)
         assert (counts.completed, counts.failed) == (2, 5)
         assert sorted(ids(await results(router.client, done.output_file_id))) == ["good", "own"]
         errors = {
-            entry["custom_id"]: entry for entry in await results(router.client, done.error_file_id)
+            entry["custom_id"]: entry["response"]
+            for entry in await results(router.client, done.error_file_id)
         }
-        assert {
-            name: entry["response"]["body"]["error"]["param"] for name, entry in errors.items()
-        } == {
+        assert {name: each["body"]["error"]["param"] for name, each in errors.items()} == {
             "streamed": "stream",
             "looped": "slo.loop",
             "many": "n",
             "hasty": "slo.ttft_ms",
             "classless": "slo.class",
         }
-        assert {entry["response"]["status_code"] for entry in errors.values()} == {400}
-        assert {request.slo.service_class for _, request in router.edge.side.calls} == {
-            "batch",
-            "interactive",
-        }
+        assert {each["status_code"] for each in errors.values()} == {400}
+        classes = {request.slo.service_class for _, request in router.edge.side.calls}
+        assert classes == {"batch", "interactive"}
 
 
 async def test_an_engines_refusal_is_an_error_of_its_line(tmp_path: Path) -> None:
@@ -139,35 +133,6 @@ async def test_an_engines_refusal_is_an_error_of_its_line(tmp_path: Path) -> Non
         assert entry["response"]["status_code"] == 404
         assert entry["response"]["body"] == json.loads(body)
         assert done.output_file_id is None
-
-
-BAD_INPUTS = {
-    "invalid_json_line": b"{",
-    "invalid_custom_id": jsonl([{**line("a"), "custom_id": 7}]),
-    "duplicate_custom_id": jsonl([line("a"), line("a")]),
-    "invalid_method": jsonl([{**line("a"), "method": "GET"}]),
-    "invalid_url": jsonl([line("a", "/v1/completions")]),
-    "invalid_body": jsonl([{**line("a"), "body": []}]),
-    "line_too_large": jsonl([line("a", text="x" * 2_000)]),
-    "too_many_lines": jsonl(map(line, NAMES)),
-    "empty_file": b"\n \n",
-}
-
-
-@pytest.mark.parametrize("code", BAD_INPUTS)
-async def test_an_input_that_is_not_requests_fails_the_batch(tmp_path: Path, code: str) -> None:
-    settings = config(tmp_path, max_lines=5).model_copy(update={"max_body_bytes": 1_024})
-    async with serving(settings) as router:
-        client = router.client
-        file = await client.files.create(file=("x", BAD_INPUTS[code]), purpose="batch")
-        made = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-        )
-        failed = await until(client, made.id, "failed")
-        assert failed.errors is not None and failed.errors.data is not None
-        assert [fault.code for fault in failed.errors.data] == [code]
-        assert failed.failed_at is not None and failed.output_file_id is None
-        assert router.edge.side.calls == []
 
 
 async def test_a_router_that_starts_goes_on_where_another_stopped(tmp_path: Path) -> None:
@@ -202,21 +167,6 @@ async def test_routers_share_a_folder_and_run_each_batch_once(tmp_path: Path) ->
             assert len(await results(one.client, done.output_file_id)) == len(NAMES)
     lines = Counter(said(sides[0].calls) + said(sides[1].calls))
     assert set(lines.values()) == {2}, "each line is in two batches"
-
-
-async def test_another_router_takes_over_a_batch(tmp_path: Path) -> None:
-    held, free = FarSide(a=Held(2)), FarSide(a=serve)
-    settings = config(tmp_path, max_running=1)
-    async with serving(settings, held) as one:
-        made = await submit(one.client, map(line, NAMES))
-        await held.until(lambda: len(held.live) == len(NAMES) - 2)
-        async with serving(settings, free) as two:
-            # It looked for work at its start, and the next batch shows that it does work.
-            await until(two.client, (await submit(two.client, [line("x")])).id, "completed")
-            assert said(free.calls) == ["x"]
-    async with serving(settings, free) as two:
-        done = await until(two.client, made.id, "completed")
-        assert sorted(ids(await results(two.client, done.output_file_id))) == NAMES
 
 
 async def test_cancelling_stops_what_is_under_way_and_keeps_what_is_done(tmp_path: Path) -> None:
@@ -301,7 +251,7 @@ async def test_deleting_the_input_does_not_stop_its_batch(tmp_path: Path) -> Non
     async with serving(config(tmp_path), side) as router:
         file_id = await upload(router.client, map(line, NAMES))
         made = await router.client.batches.create(
-            input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h"
+            input_file_id=file_id, endpoint=URL, completion_window="24h"
         )
         await side.until(lambda: bool(side.live))
         await router.client.files.delete(file_id)
@@ -325,32 +275,9 @@ async def test_batches_wait_while_there_is_no_room_for_results(tmp_path: Path) -
         assert done.output_file_id is not None
 
 
-async def test_a_lease_that_is_let_go_is_taken(tmp_path: Path) -> None:
-    """Every batch has an end, however often its routers come and go."""
-    settings = config(tmp_path, max_lines_in_flight=1)
-    batch_id = ""
-    ran: list[str] = []
-    for _ in NAMES:
-        side = FarSide(a=Held(1))
-        async with serving(settings, side) as router:
-            if not batch_id:
-                batch_id = (await submit(router.client, map(line, NAMES))).id
-            async with asyncio.timeout(120):
-                while (
-                    len(side.calls) < 2
-                    and (await router.client.batches.retrieve(batch_id)).status != "completed"
-                ):
-                    pass
-        ran.append(said(side.calls)[0])
-    assert ran == NAMES
-
-
 async def test_the_caps_of_a_key_hold_for_its_batches(tmp_path: Path) -> None:
     side = FarSide(a=Held(1))
-    caps = ApiKey(
-        key=SecretStr(KEY), name="tenant", limits=TenantLimits(max_priority=3, max_in_flight=2)
-    )
-    settings = config(tmp_path).model_copy(update={"api_keys": (caps,)})
+    settings = limited(tmp_path, "tenant", max_priority=3, max_in_flight=2)
     lines = [line(name, slo={"priority": 9}) for name in NAMES]
     async with serving(settings, side) as router:
         made = await submit(router.client, lines)
@@ -408,3 +335,107 @@ async def test_what_a_client_was_told_outlives_a_loss_of_power(
         assert safe(path), path
     assert all(safe(directory / "files" / name) for name in files)
     assert NAME in names[directory]
+
+
+async def test_an_input_that_is_not_requests_fails_the_batch(tmp_path: Path) -> None:
+    settings = config(tmp_path).model_copy(update={"max_body_bytes": 1_024})
+    async with serving(settings) as router:
+        lines = [line("a", text="x" * 2_000), line("b"), line("b")]
+        made = await submit(router.client, lines)
+        failed = await until(router.client, made.id, "failed")
+        assert failed.errors is not None and failed.errors.data is not None
+        faults = [(fault.code, fault.line) for fault in failed.errors.data]
+        assert faults == [("line_too_large", 1), ("duplicate_custom_id", 3)]
+        assert failed.failed_at is not None and failed.output_file_id is None
+        assert router.edge.side.calls == []
+
+
+# Keys that have rate limits, and that change or go.
+
+
+def limited(folder: Path, name: str, **caps: Any) -> RouterConfig:
+    """``KEY`` with limits, and the other key without."""
+    key = ApiKey(key=SecretStr(KEY), name=name, limits=TenantLimits(**caps))
+    return config(folder).model_copy(update={"api_keys": (key, SecretStr(OTHER_KEY))})
+
+
+async def test_lines_that_wait_for_their_rate_hold_up_no_other_client(tmp_path: Path) -> None:
+    side = FarSide(a=serve)
+    # Tokens for one line at a time, and a little: the next one waits for twenty seconds.
+    settings = limited(tmp_path, "slow", tokens_per_minute=8.7, burst_s=3_600)
+    async with serving(settings, side) as router:
+        await submit(router.client, [line(name) for name in "abcdef"])
+        await side.until(lambda: len(side.calls) == 1)
+        made = await submit(router.of(OTHER_KEY), [line(name) for name in "uvwxyz"])
+        await until(router.of(OTHER_KEY), made.id, "completed")
+    assert said(side.calls) == ["a", *"uvwxyz"]
+
+
+async def test_a_running_batch_follows_the_caps_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
+    folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
+    monkeypatch.setattr("sluice.router.batches.lines.LONGEST_PAUSE_S", 0.01)
+    path.write_text(f"- {{key: {KEY}, name: acme, limits: {{tokens_per_minute: 0.001}}}}\n")
+    side = FarSide(a=serve)
+    settings = config(folder).model_copy(update={"api_keys_file": path})
+    async with serving(settings, side) as router:
+        made = await submit(router.client, [line(name) for name in "abcdef"])
+        await side.until(lambda: len(side.calls) == 1)
+        path.write_text(f"- {{key: {KEY}, name: acme, limits: {{max_output_tokens: 7}}}}\n")
+        done = await until(router.client, made.id, "completed")
+        assert done.request_counts is not None and done.request_counts.completed == 6
+    held = [request.body.get("max_completion_tokens") for _, request in side.calls]
+    assert held == [None, *[7] * 5]
+
+
+async def test_the_batches_of_a_key_that_is_taken_away_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.tenancy.auth.POLL_S", 0.01)
+    folder, path = tmp_path / "batches", tmp_path / "keys.yaml"
+    path.write_text(f"- {{key: {KEY}, name: acme}}\n- other-key\n")
+    side = FarSide(a=Held(1))
+    settings = config(folder).model_copy(update={"api_keys_file": path})
+    async with serving(settings, side) as router:
+        made = await submit(router.client, [line(name) for name in "abcdef"])
+        await side.until(lambda: len(side.live) == 5)
+        path.write_text("- other-key\n")
+        await side.until(lambda: not side.live)
+        # With the client's new key it goes on.
+        path.write_text("- {key: new-key, name: acme}\n")
+        side.behaviours["a"] = serve
+        await accepted(router.of("new-key"))
+        done = await until(router.of("new-key"), made.id, "completed")
+        assert done.request_counts is not None and done.request_counts.completed == 6
+
+
+async def accepted(client: openai.AsyncOpenAI) -> None:
+    """Wait until the client's key opens the API."""
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                await client.models.list()
+                return
+            except openai.AuthenticationError:
+                await asyncio.sleep(0.01)
+
+
+async def test_the_rate_of_a_key_holds_for_its_batches(tmp_path: Path) -> None:
+    side = FarSide(a=serve)
+    settings = limited(tmp_path, "tenant", requests_per_minute=5 / 60, burst_s=3_600)
+    async with serving(settings, side) as router:
+        made = await submit(router.client, [line(name) for name in "abcdef"])
+        # The upload and the batch itself are requests, too.
+        await side.until(lambda: len(side.calls) == 3)
+        with pytest.raises(openai.RateLimitError):
+            await upload(router.client, [line("g")])
+        with pytest.raises(openai.RateLimitError):
+            await router.client.batches.create(
+                input_file_id="file-x", endpoint=URL, completion_window="24h"
+            )
+        await router.client.batches.cancel(made.id)
+        done = await until(router.client, made.id, "cancelled")
+        assert done.request_counts is not None and done.request_counts.completed == 3
+    assert len(side.calls) == 3

@@ -501,17 +501,3 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(OSError, match=f"has version {VERSION + 1} of the tables"):
         Kept(tmp_path)
-
-
-async def test_a_folder_of_an_earlier_version_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    old = tmp_path / "anyone" / "files" / "file-1.data"
-    old.parent.mkdir(parents=True)
-    old.write_text("{}")
-    (tmp_path / "lock").touch()
-    async with kept_in(tmp_path) as kept:
-        await kept.store.sweep()
-        assert await kept.files() == [kept.file]
-    assert old.read_text() == "{}"
-    assert "an earlier version of Sluice" in caplog.text
