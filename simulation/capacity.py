@@ -14,13 +14,13 @@ from sluice.scheduling.latency.model import LatencyModel
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.workload import Arrival, Workload
 
-MOST_REPLICAS = 4096
+MAX_REPLICAS = 4096
 """Most replicas of a simulated cluster, see :class:`~sluice.simulation.config.ClusterConfig`."""
 
-_MOST_FIXED = 0.9
+_MAX_FIXED = 0.9
 """Share of the pace that steps without tokens may take, as far as the formula goes."""
 
-_MOST_OF_PACE = 0.7
+_MAX_OF_TPOT = 0.7
 """The same in :func:`full_rate`."""
 
 _ONE_LESS = ((-1, 0), (0, -1), (1, -2), (-2, 1))
@@ -88,13 +88,13 @@ def _above(holds: Callable[[int], bool], low: int, step: int, most: int) -> tupl
 
 
 def least_busy(workload: Workload, model: LatencyModel) -> int:
-    """A start for :func:`search`, 1 to :data:`MOST_REPLICAS`: engines that the work keeps busy,
+    """A start for :func:`search`, 1 to :data:`MAX_REPLICAS`: engines that the work keeps busy,
     without fixed parts and cached prefixes."""
     between_s = workload.duration_s - (workload.arrivals[0].arrival_s if len(workload) else 0.0)
     if between_s <= 0:
         return 1
     work_s = sum(sum(_work_s(arrival, model)) for arrival in workload.arrivals)
-    return min(max(ceil(work_s / between_s), 1), MOST_REPLICAS)
+    return min(max(ceil(work_s / between_s), 1), MAX_REPLICAS)
 
 
 def _work_s(arrival: Arrival, model: LatencyModel) -> tuple[float, float]:
@@ -126,7 +126,7 @@ def full_rate(workload: Workload, model: LatencyModel, engine: EngineConfig) -> 
     tpot_s = workload.tightest_tpot_s
     if tpot_s == inf:
         return 1 / work_s
-    busy = (1 - min(model.fixed_s / tpot_s, _MOST_OF_PACE)) / work_s
+    busy = (1 - min(model.fixed_s / tpot_s, _MAX_OF_TPOT)) / work_s
     return min(busy, engine.kv_tokens / (held_tokens * tpot_s))
 
 
@@ -172,7 +172,7 @@ def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -
         held_tokens += arrival.output_tokens * (arrival.prompt_tokens + arrival.output_tokens / 2)
     tpot_s = workload.tightest_tpot_s
     # Where steps are too slow for the pace, nothing attains with any number of replicas.
-    fixed_s = min(model.fixed_s, _MOST_FIXED * tpot_s)
+    fixed_s = min(model.fixed_s, _MAX_FIXED * tpot_s)
     count = len(workload)
     return demand_of_work(
         prefill_s / count,

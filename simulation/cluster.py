@@ -40,13 +40,13 @@ from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.mirror import (
     PREFILL_KEYS,
     CellMirrors,
-    Judged,
+    SLOCounter,
     VirtualMirror,
     late,
     observed,
 )
 from sluice.simulation.replica import Events, Incident, Replicas, VirtualReplica
-from sluice.simulation.requests import Requests, Return
+from sluice.simulation.requests import Requests, Retry
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
 from sluice.simulation.workload import Workload
 
@@ -99,24 +99,21 @@ class Scaler:
         for _ in range(change):
             self._order()
         for _ in range(-change):
-            self._give_up()
+            if self._ordered:
+                self._end_order(max(self._ordered))
+            else:
+                self._change(-1)
         self._events.after(config.interval_s, self._look)
 
     def _order(self) -> None:
         number, self._orders = self._orders, self._orders + 1
         self._ordered[number] = self._events.now_s
-        self._events.after(self._config.startup_s, lambda: self._ready(number))
+        self._events.after(self._config.startup_s, partial(self._ready, number))
 
     def _ready(self, number: int) -> None:
         if number in self._ordered:
             self._end_order(number)
             self._change(1)
-
-    def _give_up(self) -> None:
-        if self._ordered:
-            self._end_order(max(self._ordered))
-        else:
-            self._change(-1)
 
     def _end_order(self, number: int) -> None:
         self._started_s += self._events.now_s - self._ordered.pop(number)
@@ -171,13 +168,13 @@ class Endings:
         self._mirror = mirror
         self._events = events
         self._interval_s = interval_s
-        # Guaranteed requests in progress, and requests that ended since the last push.
+        # Promised requests in progress, and requests that ended since the last push.
         self._promised: set[int] = set()
-        self._untold: list[int] = []
+        self._ended: list[int] = []
         self._pushes = False
 
     def promised(self, key: int) -> None:
-        """A request is guaranteed its objective."""
+        """A request is promised its objective."""
         if self._mirror.calibration is not None:
             self._promised.add(key)
             self._push_soon()
@@ -186,7 +183,7 @@ class Endings:
         """A request ended."""
         if self._mirror.calibration is not None:
             self._promised.discard(key)
-            self._untold.append(key)
+            self._ended.append(key)
             self._push_soon()
 
     def _push_soon(self) -> None:
@@ -198,23 +195,23 @@ class Endings:
             self._events.at(next_s + later_s, self._push)
 
     def _push(self) -> None:
-        """Report late guaranteed requests, and request endings since the last push."""
+        """Report late promised requests, and request endings since the last push."""
         requests, now_s = self._requests, self._events.now_s
         self._pushes = False
         for key in sorted(self._promised):
             self._mirror.behind(key, *late(requests, key), now_s)
-        for key in self._untold:
+        for key in self._ended:
             arrival = requests.arrivals[key]
             found = observed(requests, key)
             name, tokens = arrival.slo.service_class, arrival.output_tokens
             self._mirror.learn(key, found, name, tokens, now_s)
-        self._untold.clear()
+        self._ended.clear()
         if self._promised:
             self._push_soon()
 
 
-PACE_TOKENS = 32
-"""A stream's recent pace is that of its last tokens, at most this many."""
+RECENT_TOKENS = 32
+"""Most tokens of which a stream's recent TPOT is the mean."""
 
 
 class Migrations:
@@ -306,8 +303,8 @@ class Migrations:
         start = int(requests.offsets[requests.first_stage[key]])
         # All that its client has, of earlier replicas, too.
         times_s = requests.emitted_s[start : start + emitted]
-        lately = times_s[-PACE_TOKENS - 1 :]
-        token_s = float(lately[-1] - lately[0]) / (len(lately) - 1) if len(lately) > 1 else 0.0
+        recent = times_s[-RECENT_TOKENS - 1 :]
+        token_s = float(recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else 0.0
         tpot_s = slack_s = e2e_left_s = inf
         if requests.rows[key, PROMISED]:
             _, tpot_s, e2e_s, _ = slo.columns
@@ -358,7 +355,11 @@ NO_ATTEMPT_LEFT = "the last replica that it was given failed"
 NO_REPLICA = "no replica was there for too long"
 REFUSED = "refused at admission"
 
-_PROMISED = frozenset({Tier.GUARANTEED})
+RETRY_PAUSE_S = 0.02
+"""Pause before a request is placed again; it doubles."""
+
+QUEUE_LIMIT_S = 10.0
+"""Longest wait of a request whose class queues."""
 
 
 class Node(NamedTuple):
@@ -400,11 +401,11 @@ class Cluster:
         make_mirror = VirtualMirror if config.cells == 1 else CellMirrors
         self._mirror = make_mirror(config, routing, admission, requests.depths)
         self._attempts: dict[int, int] = {}
-        self._came_back: dict[int, int] = {}
+        self._retried: dict[int, int] = {}
         # Time since which there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
         # Requests that wait at the router to be decided together.
-        self._asking: list[int] = []
+        self._undecided: list[int] = []
         # Requests whose prompt is being computed for another replica, and that replica.
         self._targets: dict[int, VirtualReplica] = {}
         self._arrived = 0
@@ -413,7 +414,7 @@ class Cluster:
         )
         self._named = self.replicas.named
         self._endings = Endings(requests, self._mirror, self.events, config.push_interval_s)
-        self._judged = Judged(requests)
+        self._judged = SLOCounter(requests)
         self.migrations = Migrations(
             requests, self._mirror, self.events, config, self._named, self._send
         )
@@ -452,23 +453,23 @@ class Cluster:
 
     def _place(self, key: int) -> None:
         """Ask the router where a request goes. With a window it waits there for others."""
-        asking = self._asking
-        asking.append(key)
-        if self._mirror.window_s <= 0.0 or len(asking) >= MOST_TOGETHER:
-            self._decide(asking)
-        elif len(asking) == 1:
-            self.events.after(self._mirror.window_s, partial(self._decide, asking))
+        undecided = self._undecided
+        undecided.append(key)
+        if self._mirror.window_s <= 0.0 or len(undecided) >= MOST_TOGETHER:
+            self._decide(undecided)
+        elif len(undecided) == 1:
+            self.events.after(self._mirror.window_s, partial(self._decide, undecided))
 
-    def _decide(self, asking: list[int]) -> None:
+    def _decide(self, undecided: list[int]) -> None:
         """Decide on the requests that wait together, unless that has been done."""
-        if asking is not self._asking:
+        if undecided is not self._undecided:
             return
-        self._asking = []
+        self._undecided = []
         now_s = self.events.now_s
-        queries = [self._query(key) for key in asking]
+        queries = [self._query(key) for key in undecided]
         for index, row in self._mirror.order(queries, now_s):
             placed = self._mirror.place(queries[index], now_s, row)
-            self._placed(asking[index], queries[index], placed)
+            self._placed(undecided[index], queries[index], placed)
 
     def _placed(self, key: int, query: RouteQuery, placed: RouteDecision) -> None:
         """Send a request to the replica that the router chose; without one it waits."""
@@ -494,19 +495,19 @@ class Cluster:
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
         """No replica can guarantee a request, and its class does not allow best effort."""
-        left = self._config.come_backs - self._came_back.get(key, 0)
+        left = self._config.retries - self._retried.get(key, 0)
         if self._when(key) != "reject" or retry_after_s is None or left <= 0:
             self._wait(key, self._patience_s(key), REFUSED)
             return
-        self._came_back[key] = self._config.come_backs - left + 1
-        self.events.after(retry_after_s, partial(self._come_back, key, retry_after_s))
+        self._retried[key] = self._config.retries - left + 1
+        self.events.after(retry_after_s, partial(self._retry_refused, key, retry_after_s))
 
-    def _come_back(self, key: int, told_s: float) -> None:
+    def _retry_refused(self, key: int, retry_after_s: float) -> None:
         requests, now_s = self._requests, self.events.now_s
-        requests.come_again(key, now_s)
+        requests.retried_at(key, now_s)
         self._place(key)
         promised = not isnan(requests.promised_s[key])
-        requests.returns.append(Return(key, now_s, told_s, promised))
+        requests.retries.append(Retry(key, now_s, retry_after_s, promised))
 
     def _query(self, key: int) -> RouteQuery:
         requests, now_s = self._requests, self.events.now_s
@@ -526,13 +527,13 @@ class Cluster:
     def _tiers(self, key: int) -> frozenset[Tier]:
         if self._requests.begun(key) or self._when(key) == "best_effort":
             return frozenset(Tier)
-        return _PROMISED
+        return frozenset({Tier.GUARANTEED})
 
     def _patience_s(self, key: int) -> float:
         """Longest wait of a request without a guarantee: at most until its first deadline."""
         if self._when(key) == "reject":
             return 0.0
-        return min(self._config.queue_limit_s, self._requests.arrivals[key].slo.columns[0])
+        return min(QUEUE_LIMIT_S, self._requests.arrivals[key].slo.columns[0])
 
     def _when(self, key: int) -> WhenUnattainable:
         service_class = self._requests.arrivals[key].slo.service_class
@@ -544,7 +545,7 @@ class Cluster:
         if now_s - self._waiting_since.setdefault(key, now_s) >= limit_s:
             self._end(key, failure)
         else:
-            self.events.after(self._config.retry_s, partial(self._place, key))
+            self.events.after(RETRY_PAUSE_S, partial(self._place, key))
 
     def _deliver(self, replica: VirtualReplica, key: int) -> None:
         if not replica.alive:
@@ -566,7 +567,7 @@ class Cluster:
         self._attempts[key] = tried + 1
         self.moved += 1
         self._mirror.release(key)
-        self.events.after(self._config.retry_s * 2 ** (tried - 1), partial(self._place, key))
+        self.events.after(RETRY_PAUSE_S * 2 ** (tried - 1), partial(self._place, key))
 
     def _finished(self, replica: VirtualReplica, keys: list[int]) -> None:
         for key in keys:
@@ -695,13 +696,18 @@ def simulate_cluster(
         (end_s if replica.ended_s is None else replica.ended_s) - replica.started_s
         for replica in run.replicas.started
     )
-    sizes: dict[str, tuple[Size, ...]] = {}
-    for scaler in run.scalers:
-        sizes[scaler.role] = tuple(scaler.sizes)
+    sizes: dict[str, tuple[Size, ...]] = {each.role: tuple(each.sizes) for each in run.scalers}
     if run.changer is not None:
         sizes |= {role: tuple(found) for role, found in run.changer.sizes.items()}
-    started_s = sum(scaler.started_s(end_s) for scaler in run.scalers)
-    engines = [replica.engine for replica in run.replicas.started]
-    drains_s = tuple(each.drained_s for each in run.replicas.started if each.drained_s is not None)
-    counts = (run.moved, run.split, run.migrations.done, drains_s)
-    return result_of(requests, engines, end_s, up_s, *counts, started_s, sizes)
+    return result_of(
+        requests,
+        [replica.engine for replica in run.replicas.started],
+        end_s,
+        up_s,
+        moved=run.moved,
+        split=run.split,
+        migrated=run.migrations.done,
+        drains_s=tuple(r.drained_s for r in run.replicas.started if r.drained_s is not None),
+        starting_s=sum(scaler.started_s(end_s) for scaler in run.scalers),
+        sizes=sizes,
+    )

@@ -13,45 +13,39 @@ from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.placement.cells import MOST_CELLS
 from sluice.scheduling.roles import Role
 
+Count = Annotated[int, Field(ge=1)]
+Replicas = Annotated[int, Field(ge=0, le=4096)]
+Seconds = Annotated[float, Field(ge=0)]
+Interval = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
-class Speculation(BaseModel):
+
+class _Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Speculation(_Config):
     """Up to ``length`` drafts per decode, each right with probability ``alpha`` if those before
     were (SLOs-Serve §3.2.3, appendix D). Checking ``d`` costs a prefill of ``1 + d`` tokens;
     drafting, ``draft_s`` per token of the longest draft."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    alpha: float = Field(ge=0, lt=1, description="Probability that a drafted token is right.")
-    length: int = Field(default=9, ge=1, le=9, description="Most drafted tokens per decode step.")
-    draft_s: float = Field(
-        default=0.0, ge=0, description="Time of one pass of the drafting model, seconds."
-    )
-    alphas: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default_factory=dict, description="Another `alpha`, by service class."
-    )
+    alpha: Share
+    length: Annotated[int, Field(ge=1, le=9)] = 9
+    draft_s: Seconds = 0.0
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(_Config):
     """One simulated engine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kv_blocks: int = Field(default=16_384, ge=1, description="KV blocks.")
-    block_tokens: int = Field(default=16, ge=1, description="Tokens per KV block.")
-    max_batch_tokens: int = Field(default=8192, ge=1, description="Token limit of a batch.")
-    max_sequences: int = Field(default=256, ge=1, description="Most running sequences.")
-    reserve_prompt: bool = Field(
-        default=True,
-        description="A waiting request is admitted only if its whole sequence would fit.",
-    )
-    prefix_cache: bool = Field(
-        default=True,
-        description="Share the KV of prompts that begin with the same blocks. No effect on a "
-        "workload without block hashes.",
-    )
-    speculation: Speculation | None = Field(
-        default=None, description="Speculative decoding; default: none."
-    )
+    kv_blocks: Count = 16_384
+    block_tokens: Count = 16
+    max_batch_tokens: Count = 8192
+    max_sequences: Count = 256
+    reserve_prompt: bool = True
+    """A waiting request is admitted only if its whole sequence would fit."""
+    prefix_cache: bool = True
+    """Share the KV of prompts that begin with the same hashed blocks."""
+    speculation: Speculation | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -71,111 +65,46 @@ class EngineConfig(BaseModel):
 WhenUnattainable = Literal["best_effort", "reject", "queue"]
 
 
-class ClusterConfig(BaseModel):
+class ClusterConfig(_Config):
     """Engines behind a router. The defaults of the reports and of the router are production's."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    replicas: int = Field(
-        default=2, ge=0, le=4096, description="Replicas that do both phases of a request."
-    )
-    prefillers: int = Field(
-        default=0,
-        ge=0,
-        le=4096,
-        description="Replicas that compute prompts for those that decode; only with `decoders`.",
-    )
-    decoders: int = Field(
-        default=0,
-        ge=0,
-        le=4096,
-        description="Replicas that decode what others prefilled; only with `prefillers`.",
-    )
-    cells: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_CELLS,
-        description="Controllers that share the replicas; more than one without roles only.",
-    )
-    dispatch_s: float = Field(
-        default=0.002, ge=0, description="From a decision until its replica has the request."
-    )
-    report_interval_s: float = Field(
-        default=0.025, gt=0, description="Time between the reports of a busy replica."
-    )
-    heartbeat_s: float = Field(default=0.5, gt=0, description="The same of an idle one.")
-    report_delay_s: float = Field(
-        default=0.002, ge=0, description="From a report's making until the router knows it."
-    )
-    report_loss: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the reports that never arrive."
-    )
-    aged_after_s: float = Field(
-        default=1.0,
-        gt=0,
-        description="A replica silent for longer gives no guarantees and is chosen only if no "
-        "other replica is left.",
-    )
-    stale_after_s: float = Field(
-        default=2.0, gt=0, description="A replica silent for longer gets no requests."
-    )
-    reservation_ttl_s: float = Field(
-        default=5.0, gt=0, description="A reservation unconfirmed after this time is dropped."
-    )
-    reference_ttft_s: float = Field(
-        default=1.0,
-        gt=0,
-        description="Horizon of the prefill admission budget for requests without a TTFT.",
-    )
-    when_unattainable: dict[str, WhenUnattainable] = Field(
-        default_factory=dict,
-        description="Handling, by service class, of a request whose objective no replica can meet; "
-        "default: `best_effort`.",
-    )
-    queue_limit_s: float = Field(
-        default=10.0, gt=0, description="Longest wait if `when_unattainable` is `queue`."
-    )
-    promise_level: float | None = Field(
-        default=0.99,
-        gt=0,
-        lt=1,
-        description="Target share of guarantees that are kept; null: guarantees are planned for "
-        "their deadlines, without margins.",
-    )
-    push_interval_s: float = Field(
-        default=1.0, gt=0, description="Interval at which endings are reported to the margins."
-    )
-    come_backs: int = Field(
-        default=0,
-        ge=0,
-        description="Most retries of a refused request, each after the advised time as a new "
-        "request.",
-    )
-    detect_s: float = Field(
-        default=0.05, ge=0, description="From a replica's failure until the router detects it."
-    )
-    retry_s: float = Field(
-        default=0.02, gt=0, description="Pause before a request is placed again; then it doubles."
-    )
-    max_attempts: int = Field(
-        default=3,
-        ge=1,
-        description="Most times that a request is placed, also after its output has begun.",
-    )
-    edge_wait_s: float = Field(
-        default=5.0, gt=0, description="Longest wait while there is no replica at all."
-    )
-    transfer_s: float = Field(
-        default=0.001, ge=0, description="Fixed time of a KV transfer between P/D replicas."
-    )
-    transfer_tokens_per_s: float = Field(
-        default=200_000.0, gt=0, description="Tokens of KV that a transfer moves per second."
-    )
-    migrate: bool = Field(
-        default=False,
-        description="Running streams move with their KV: from a replica that leaves, and from one "
-        "where they are predicted to miss a guarantee.",
-    )
+    replicas: Replicas = 2
+    """Replicas that do both phases of a request."""
+    prefillers: Replicas = 0
+    decoders: Replicas = 0
+    cells: Annotated[int, Field(ge=1, le=MOST_CELLS)] = 1
+    """Controllers that share the replicas; more than one without roles only."""
+    dispatch_s: Seconds = 0.002
+    """From a decision until its replica has the request."""
+    report_interval_s: Interval = 0.025
+    """Between the reports of a busy replica; ``heartbeat_s``: of an idle one."""
+    heartbeat_s: Interval = 0.5
+    report_delay_s: Seconds = 0.002
+    """From a report's making until the router knows it."""
+    report_loss: Share = 0.0
+    stale_after_s: Interval = 2.0
+    """A replica silent for longer gets no requests."""
+    reservation_ttl_s: Interval = 5.0
+    """A reservation unconfirmed after this time is dropped."""
+    when_unattainable: dict[str, WhenUnattainable] = Field(default_factory=dict)
+    """By service class, what happens to a request that no replica can promise; default: best
+    effort."""
+    promise_level: Annotated[float, Field(gt=0, lt=1)] | None = 0.99
+    """Target share of promises that are kept; ``None``: no margins."""
+    push_interval_s: Interval = 1.0
+    """Interval at which endings are reported to the margins."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """Most retries of a refused request, each after the advised time as a new request."""
+    max_attempts: Count = 3
+    """Most times that a request is placed, also after its output has begun."""
+    edge_wait_s: Interval = 5.0
+    """Longest wait while there is no replica at all."""
+    transfer_s: Seconds = 0.001
+    """Fixed time of a KV transfer between P/D replicas."""
+    transfer_tokens_per_s: Interval = 200_000.0
+    migrate: bool = False
+    """Running streams move with their KV: from a replica that leaves, and from one where they are
+    predicted to miss a promise."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

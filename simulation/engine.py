@@ -139,8 +139,6 @@ class Drafts:
         self._names, self._class_of = np.unique(
             np.array(classes, dtype=np.str_), return_inverse=True
         )
-        alphas = [config.alphas.get(str(name), config.alpha) for name in self._names]
-        self._wrong: Floats = 1.0 - np.array(alphas)
 
     def show(self, table: Floats, keys: Ints) -> None:
         """Write the learned acceptance of the live requests into their rows."""
@@ -154,7 +152,7 @@ class Drafts:
         offered = table[rows, DRAFTED] > 0
         checked = np.where(offered, ran[:, 1] - 1, 0)
         classes = self._class_of[keys[rows]]
-        right = np.minimum(self._rng.geometric(self._wrong[classes]) - 1, checked)
+        right = np.minimum(self._rng.geometric(1.0 - self.config.alpha, len(rows)) - 1, checked)
         accepted[:] = right
         self.checked += int(checked.sum())
         self.accepted += int(right.sum())
@@ -579,23 +577,23 @@ class VirtualEngine:
         if self.cache is not None:
             self.cache.fill(rows, rows.ran)
         drafts = self.drafts.config.length if self.drafts is not None else 0
-        turns = rows.complete(now_s, drafts, self._requests.times)
-        if not len(turns):
+        changes = rows.complete(now_s, drafts, self._requests.times)
+        if not len(changes):
             return []
-        finished = self._take_turns(turns.tolist(), now_s)
+        finished = self._apply_endings(changes.tolist(), now_s)
         if finished:
             if self.cache is not None:
                 self.cache.leave(rows, finished)
             self._shown_keys = rows.keys[: rows.live].copy()
         return finished
 
-    def _take_turns(self, turns: list[list[int]], now_s: float) -> list[int]:
-        """Apply the turns of a step's end to their requests, in order; return those that ended."""
+    def _apply_endings(self, changes: list[list[int]], now_s: float) -> list[int]:
+        """Apply what a step's end changed of requests, in order; return those that ended."""
         rows, requests = self._rows, self._requests
         keys = rows.keys[: self.live]
         finished = []
-        for key, turn in turns:
-            if turn == FINISHED:
+        for key, change in changes:
+            if change == FINISHED:
                 finished.append(key)
                 if key in self._prefills:
                     self._prefills.remove(key)
@@ -603,7 +601,7 @@ class VirtualEngine:
                     requests.finished(key)
                 continue
             row = int(np.flatnonzero(keys == key)[0])
-            if turn == STAGED:
+            if change == STAGED:
                 requests.next_stage(key, rows.table[row], rows.private[row], now_s)
             else:
                 requests.prolong(key, rows.table[row], rows.private[row])

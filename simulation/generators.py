@@ -335,32 +335,6 @@ class AtOnce:
         return np.zeros(count)
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The arrival times of a trace, stretched to a rate: ``partial(Recorded, trace=workload)``.
-    Raises :class:`ValueError`: the trace has no rate of its own."""
-
-    rate: float
-    trace: Workload
-
-    def __post_init__(self) -> None:
-        _positive(rate=self.rate)
-        if not 0 < self.trace.rate < inf:
-            raise ValueError(f"trace {self.trace.name} has no rate: its requests come at once")
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return f"times of {self.trace.name}, stretched to {self.rate:.4g} requests/s"
-
-    def times(self, count: int, rng: np.random.Generator) -> Times:
-        """The first ``count`` times; raises :class:`ValueError` if the trace has fewer."""
-        if count > len(self.trace):
-            raise ValueError(f"trace {self.trace.name} has {len(self.trace)} requests, not {count}")
-        recorded = np.array([arrival.arrival_s for arrival in self.trace.arrivals[:count]])
-        return recorded * (self.trace.rate / self.rate)
-
-
 Objective = Callable[[int], SLO]
 """The objective of a request, or of a stage, by its new prompt tokens."""
 
@@ -384,21 +358,6 @@ class Slowdown:
         """The objective of a prompt of ``prompt_tokens`` new tokens."""
         ttft_s = max(self.factor * self.zero_load_s(prompt_tokens), self.floor_s)
         return SLO(ttft_s=ttft_s, tpot_s=self.tpot_s)
-
-
-class TaskClass(Protocol):
-    """Requests of one kind."""
-
-    @property
-    def name(self) -> str:
-        """The task class in each arrival."""
-
-    @property
-    def share(self) -> float:
-        """Its share of the requests, relative to the other classes."""
-
-    def requests(self, count: int, rng: np.random.Generator) -> list[Arrival]:
-        """``count`` requests, all at time 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,6 +440,11 @@ class ToolLoop:
         return Arrival.of_stages(0.0, entering[0], stages, self.name)
 
 
+TaskClass = Task | Reasoning | ToolLoop
+"""Requests of one kind; ``name``: the task class in each arrival; ``share``: relative to the
+others'."""
+
+
 def generate(
     name: str,
     tasks: Sequence[TaskClass],
@@ -512,22 +476,3 @@ def generate(
         scaling=f"generated: {arrivals.description} (seed {seed})",
         description=description,
     )
-
-
-def fixed(
-    prompt_tokens: int,
-    output_tokens: int,
-    arrivals: ArrivalProcess,
-    requests: int,
-    seed: int,
-    slo: SLO | None = None,
-) -> Workload:
-    """Requests that are all alike; with Poisson arrivals and one output token, an M/D/1 queue."""
-    task = Task(
-        "fixed",
-        LengthDistribution.fixed(prompt_tokens),
-        LengthDistribution.fixed(output_tokens),
-        always(slo or SLO()),
-    )
-    words = f"Every request has {prompt_tokens} prompt and {output_tokens} output tokens."
-    return generate("fixed", [task], arrivals, requests, seed, words)

@@ -19,17 +19,21 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
 from sluice.simulation.workload import Workload
 
+ENVELOPE = Anchor.ENVELOPE.code
+
 
 @compiled
 def token_deadlines_s(
-    arrival_s: float, ttft_s: float, tpot_s: float, e2e_s: float, emitted_s: Floats, anchor: int
+    arrival_s: float, ttft_s: float, tpot_s: float, e2e_s: float, emitted_s: Floats
 ) -> Floats:
     """Deadline of each token of a stage; an objective that is not stated is infinite."""
     due_s = np.empty(emitted_s.shape[0])
     for token in range(emitted_s.shape[0]):
         first_s = emitted_s[0] if token > 0 else nan
         last_s = emitted_s[token - 1] if token > 0 else nan
-        due_s[token] = next_due_s(token, arrival_s, ttft_s, tpot_s, e2e_s, first_s, last_s, anchor)
+        due_s[token] = next_due_s(
+            token, arrival_s, ttft_s, tpot_s, e2e_s, first_s, last_s, ENVELOPE
+        )
     return due_s
 
 
@@ -80,7 +84,7 @@ def stages(requests: Requests) -> Stages:
         start_s,
         ttft_s,
         emitted_s[offsets[1:] - 1] - start_s,
-        _paces(requests, start_s, emitted),
+        _tpots(requests, start_s, emitted),
         emitted,
         complete,
     )
@@ -91,7 +95,7 @@ def _per_stage(values: Ints, offsets: Ints) -> Ints:
     return sums
 
 
-def _paces(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetric, Floats]:
+def _tpots(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetric, Floats]:
     times, offsets = requests.emitted_s, requests.offsets
     if not len(times):
         return {metric: np.empty(0) for metric in TPOTMetric}
@@ -104,7 +108,7 @@ def _paces(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetri
     steps = np.maximum(index, 1)
 
     def most(values: Floats) -> Floats:
-        # A first token has no pace, and a token that did not leave has none either.
+        # A first token has no TPOT, and a token that did not leave has none either.
         values = np.where((index > 0) & ~np.isnan(values), values, -np.inf)
         return np.where(some, np.maximum.reduceat(values, first), nan)
 
@@ -192,15 +196,9 @@ def workload_weights(workload: Workload) -> GainWeights:
     return GainWeights(workload.mean_prompt_tokens, workload.mean_output_tokens)
 
 
-def deadline_gain(
-    requests: Requests,
-    measured: Stages,
-    weights: GainWeights | None = None,
-    anchor: Anchor = Anchor.ENVELOPE,
-) -> Gain:
-    """ProServe Eq. 3: the weight of each token before its deadline, times the priority. Raises
-    :class:`ValueError`: the last-token anchor, for which TDG is undefined."""
-    of_token = token_gain(requests, measured, weights, anchor)
+def deadline_gain(requests: Requests, measured: Stages, weights: GainWeights | None = None) -> Gain:
+    """ProServe Eq. 3: the weight of each token before its deadline, times the priority."""
+    of_token = token_gain(requests, measured, weights)
     owner = np.repeat(requests.stage_request, requests.stage_tokens)
     gain, ideal = (
         np.bincount(owner, each, len(requests)).astype(np.float64)
@@ -209,15 +207,8 @@ def deadline_gain(
     return Gain(gain, ideal)
 
 
-def token_gain(
-    requests: Requests,
-    measured: Stages,
-    weights: GainWeights | None = None,
-    anchor: Anchor = Anchor.ENVELOPE,
-) -> Gain:
+def token_gain(requests: Requests, measured: Stages, weights: GainWeights | None = None) -> Gain:
     """The same of each token, in the order of ``requests.emitted_s``."""
-    if anchor is Anchor.LAST_TOKEN:
-        raise ValueError("TDG has an envelope or a first-token anchor, not the last token")
     weights = weights or workload_weights(requests.workload)
     times, offsets = requests.emitted_s, requests.offsets
     first = offsets[:-1]
@@ -225,15 +216,8 @@ def token_gain(
     index = np.arange(len(times)) - first[stage]
     priority = column(requests, 3)
     worth = np.where(index == 0, weights.first, weights.later) * priority[stage]
-    due_s = _due_s(
-        measured.start_s,
-        column(requests, 0),
-        column(requests, 1),
-        column(requests, 2),
-        offsets,
-        times,
-        anchor.code,
-    )
+    ttft_s, tpot_s, e2e_s = (column(requests, index) for index in range(3))
+    due_s = _due_s(measured.start_s, ttft_s, tpot_s, e2e_s, offsets, times)
     # A token that did not leave is nan, which compares as false.
     return Gain(np.where(times < due_s, worth, 0.0), worth)
 
@@ -246,14 +230,13 @@ def _due_s(
     e2e_s: Floats,
     offsets: Ints,
     emitted_s: Floats,
-    anchor: int,
 ) -> Floats:
     """Deadline of every token, by stage."""
     due_s = np.empty(emitted_s.shape[0])
     for stage in range(start_s.shape[0]):
         own = slice(offsets[stage], offsets[stage + 1])
         due_s[own] = token_deadlines_s(
-            start_s[stage], ttft_s[stage], tpot_s[stage], e2e_s[stage], emitted_s[own], anchor
+            start_s[stage], ttft_s[stage], tpot_s[stage], e2e_s[stage], emitted_s[own]
         )
     return due_s
 
@@ -301,19 +284,14 @@ class Summary:
     correction: float
 
 
-def summarise(
-    result: Result,
-    metric: TPOTMetric | None = None,
-    weights: GainWeights | None = None,
-    anchor: Anchor = Anchor.ENVELOPE,
-) -> Summary:
-    """The summary of a run; by default each objective's own TPOT and the workload's weights."""
+def summarise(result: Result) -> Summary:
+    """The summary of a run, by each objective's own TPOT."""
     requests = result.requests
     workload = requests.workload
     measured = stages(requests)
-    met = attained(requests, measured, metric)
+    met = attained(requests, measured)
     first = measured.ttft_s[requests.first_stage[:-1]]
-    pace_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, metric))
+    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured))
     count = len(requests)
     attainment = float(met.mean()) if count else nan
     lasted_s = result.end_s - workload.arrivals[0].arrival_s if count else 0.0
@@ -321,20 +299,20 @@ def summarise(
     return Summary(
         workload=workload.name,
         scaling=workload.scaling,
-        tpot_metric=metric_name(metric, requests.stage_slos),
+        tpot_metric=metric_name(None, requests.stage_slos),
         requests=count,
         finished=count - failed,
         failed=failed,
         offered_rate=workload.rate,
         attainment=attainment,
-        tdg_ratio=deadline_gain(requests, measured, weights, anchor).ratio,
+        tdg_ratio=deadline_gain(requests, measured).ratio,
         effective_rate=workload.rate * attainment,
         goodput=_share(int(met.sum()), lasted_s),
         throughput=_share(int(measured.emitted.sum()), lasted_s),
         ttft_p50_s=_quantile(first, 0.5),
         ttft_p99_s=_quantile(first, 0.99),
-        tpot_p50_s=_quantile(pace_s, 0.5),
-        tpot_p99_s=_quantile(pace_s, 0.99),
+        tpot_p50_s=_quantile(tpot_s, 0.5),
+        tpot_p99_s=_quantile(tpot_s, 0.99),
         longest_wait_s=_quantile(first, 1.0),
         steps=sum(result.steps),
         mean_step_s=_share(result.busy_s, sum(result.steps)),

@@ -32,7 +32,7 @@ Seen = tuple[float, float, float]
 """TTFT, TPOT and time to the last token of a stage, seconds; nan where it got not so far."""
 
 
-class Judged:
+class SLOCounter:
     """Counts requests with an objective that ended, and those that met it at every stage."""
 
     def __init__(self, requests: Requests) -> None:
@@ -91,8 +91,8 @@ def _stages(requests: Requests, key: int) -> Iterator[Seen]:
         first_s = float(requests.emitted_s[offset])
         last_s = float(requests.emitted_s[offset + tokens - 1])
         anchor = requests.stage_slos[stage].tpot_anchor
-        pace_s = tpot_s(requests.emitted_s[offset : offset + tokens], anchor) or 0.0
-        yield first_s - start_s, pace_s, last_s - start_s
+        own_tpot_s = tpot_s(requests.emitted_s[offset : offset + tokens], anchor) or 0.0
+        yield first_s - start_s, own_tpot_s, last_s - start_s
         start_s = last_s
 
 
@@ -134,14 +134,10 @@ class VirtualMirror:
         admission: AdmissionPolicy | None = None,
         depths: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        self.fleet = Fleet(
-            FleetSettings(
-                config.aged_after_s,
-                config.stale_after_s,
-                config.reservation_ttl_s,
-                config.reference_ttft_s,
-            )
+        settings = FleetSettings(
+            stale_after_s=config.stale_after_s, reservation_ttl_s=config.reservation_ttl_s
         )
+        self.fleet = Fleet(settings)
         self.calibration: Calibration | None = None
         """The margins of guarantees, if there are any and margins are enabled."""
         if admission is not None and config.promise_level is not None:
@@ -164,9 +160,9 @@ class VirtualMirror:
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
         self._known[name] = _Known(given, sent.report.role)
-        self.hear(name, sent, now_s)
+        self.receive(name, sent, now_s)
 
-    def hear(self, name: str, sent: Sent, now_s: float) -> None:
+    def receive(self, name: str, sent: Sent, now_s: float) -> None:
         """A report arrives; one of a replica that is not known is ignored."""
         known = self._known.get(name)
         if known is not None:
@@ -247,7 +243,7 @@ class VirtualMirror:
         self._take_in()
         return self._placer.demand.load(self.fleet, now_s)
 
-    def load(self, judged: Judged, role: Role, now_s: float) -> Load:
+    def load(self, judged: SLOCounter, role: Role, now_s: float) -> Load:
         """The load on the replicas of a role, for autoscaling."""
         self._take_in()
         demand = self._placer.demand
@@ -256,20 +252,17 @@ class VirtualMirror:
     def _take_in(self) -> None:
         for name, known in self._known.items():
             if known.news is not None:
-                sent, heard_s = known.news
+                sent, received_s = known.news
                 known.news = None
                 self.fleet.confirm(known.given[known.confirmed : sent.received], name)
                 known.confirmed = sent.received
                 rows = rows_of(sent.table, sent.later)
-                self.fleet.report(name, sent.report._replace(rows=rows, role=known.role), heard_s)
-                self._hold(name, known, sent.held)
-
-    def _hold(self, name: str, known: _Known, held: frozenset[int]) -> None:
-        """What changed in a replica's prefix cache."""
-        row, index = self.fleet.row_of[name], self.fleet.prefixes
-        index.drop(row, known.held - held)
-        index.hold(row, {block: self._depths[block] for block in held - known.held})
-        known.held = held
+                report = sent.report._replace(rows=rows, role=known.role)
+                self.fleet.report(name, report, received_s)
+                row, index = self.fleet.row_of[name], self.fleet.prefixes
+                index.drop(row, known.held - sent.held)
+                index.hold(row, {block: self._depths[block] for block in sent.held - known.held})
+                known.held = sent.held
 
 
 class CellMirrors:
@@ -303,9 +296,9 @@ class CellMirrors:
         """A replica says hello to its cell."""
         self._owner(name).register(name, given, sent, now_s)
 
-    def hear(self, name: str, sent: Sent, now_s: float) -> None:
+    def receive(self, name: str, sent: Sent, now_s: float) -> None:
         """A report arrives at its replica's cell."""
-        self._owner(name).hear(name, sent, now_s)
+        self._owner(name).receive(name, sent, now_s)
 
     def forget(self, name: str) -> None:
         """A replica is gone."""
@@ -347,20 +340,20 @@ class CellMirrors:
         # A router learns within a second which cells have replicas.
         up = [cell.replicas > 0 for cell in self._cells]
         questions = self._choice.questions(query, now_s, up)
-        number, asked = next(questions)
+        number, question = next(questions)
         while True:
             cell = self._cells[number]
-            decision = cell.decide(asked, now_s)
+            decision = cell.decide(question, now_s)
             self._choice.heard(number, cell.fleet.slack_s(now_s), now_s)
-            self._choice.answered(number, asked, decision, now_s)
+            self._choice.answered(number, question, decision, now_s)
             try:
-                number, asked = questions.send(decision)
+                number, question = questions.send(decision)
             except StopIteration:
                 break
         self._placed[query.key] = cell
         return cell.without_decision() if decision.reason == NO_REPLICA else decision
 
-    def load(self, judged: Judged, role: Role, now_s: float) -> Load:
+    def load(self, judged: SLOCounter, role: Role, now_s: float) -> Load:
         """The load on the replicas of a role in all cells."""
         load = sum_of([cell.load(judged, role, now_s) for cell in self._cells])
         return load._replace(judged=judged.count, attained=judged.attained)

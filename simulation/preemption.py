@@ -542,7 +542,7 @@ class Gate:
     def lets_in(self, key: int, engine: PreemptiveEngine, now_s: float) -> bool:
         """Whether a request is admitted to the engine, guaranteed or not; a refused one fails."""
         requests = self._requests
-        self._mirror.hear(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
+        self._mirror.receive(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
         arrival = requests.arrivals[key]
         waited_s = now_s - arrival.arrival_s
         query = RouteQuery(

@@ -48,7 +48,6 @@ class Events:
 
 
 _NO_ROWS = np.zeros(0, ROW)
-_NOTHING_HELD: frozenset[int] = frozenset()
 
 
 class VirtualReplica:
@@ -212,11 +211,9 @@ class VirtualReplica:
     def _send_report(self) -> None:
         self._made_s = self._events.now_s
         if self._rng.random() >= self._config.report_loss:
-            arrives = partial(self._arrives, self._report())
-            self._events.after(self._config.report_delay_s, arrives)
-
-    def _arrives(self, report: Sent) -> None:
-        self._mirror.hear(self.name, report, self._events.now_s)
+            at_s = self._made_s + self._config.report_delay_s
+            arrives = partial(self._mirror.receive, self.name, self._report(), at_s)
+            self._events.at(at_s, arrives)
 
     def _report(self) -> Sent:
         engine = self.engine
@@ -235,9 +232,12 @@ class VirtualReplica:
             transfers=self._transfers,
             local_order=engine.local_order,
         )
-        held = engine.cache.held if engine.cache is not None else _NOTHING_HELD
+        held = engine.cache.held if engine.cache is not None else frozenset()
         return Sent(engine.queue.table.copy(), report, len(self.given), held, engine.later)
 
+
+DETECTED_AFTER_S = 0.05
+"""From a replica's failure until the router detects it."""
 
 Incident = Failure | Resize | Slowdown
 """What happens to replicas in a run."""
@@ -330,6 +330,6 @@ class Replicas:
         if replica is None:
             return
         keys = replica.fail()
-        self._events.after(self._config.detect_s, partial(self._noticed, replica, keys))
+        self._events.after(DETECTED_AFTER_S, partial(self._noticed, replica, keys))
         if failure.down_s is not None:
             self._events.after(failure.down_s, partial(self._grow, replica.role, 1))

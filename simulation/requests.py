@@ -40,16 +40,16 @@ from sluice.scheduling.request.stages import later_of
 from sluice.simulation.rows import ADMISSION, OFFSET, PRIVATE, STAGES_LEFT, TARGET
 from sluice.simulation.workload import Stage, Workload
 
-_LEAST_STEP = 1 / 16
+_MIN_STEP = 1 / 16
 """A request that outgrows a prediction is expected to have at least this share more."""
 
 
-class Return(NamedTuple):
-    """A refused request's retry, ``told_s`` after the advice, and whether it was promised."""
+class Retry(NamedTuple):
+    """A refused request's retry, ``retry_after_s`` after the refusal; whether it was promised."""
 
     key: int
     at_s: float
-    told_s: float
+    retry_after_s: float
     promised: bool
 
 
@@ -74,7 +74,7 @@ class Requests:
         self._planned: dict[int, SLO] = {}
         self.whole_stages = not any(arrival.stages for arrival in self.arrivals)
         """Whether no request has several stages."""
-        self.returns: list[Return] = []
+        self.retries: list[Retry] = []
         """The retries of refused requests, in order."""
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
@@ -129,7 +129,7 @@ class Requests:
         """Its prompt, and what engines that failed have emitted."""
         return int(self.rows[key, PROMPT])
 
-    def come_again(self, key: int, now_s: float) -> None:
+    def retried_at(self, key: int, now_s: float) -> None:
         """A refused request is retried: its times count from now."""
         self.arrivals[key] = self.arrivals[key]._replace(arrival_s=now_s)
         self.rows[key, ARRIVAL] = now_s
@@ -176,7 +176,7 @@ class Requests:
         """Raise the expected length of a request that continues beyond it, as a replica does."""
         before = int(private[OFFSET] - self.offsets[self.first_stage[key]])
         emitted = before + int(row[EMITTED])
-        longer = (1 + _LEAST_STEP) * emitted
+        longer = (1 + _MIN_STEP) * emitted
         if isinstance(self._predictor, TaskLengths):
             lengths = self._predictor.distribution(self.arrivals[key].task)
             if lengths is not None:

@@ -51,7 +51,7 @@ LOST_TOKENS = 5  # computed tokens that preemptions threw away
 DONE_TOKENS = 6  # computed tokens in all
 DROPPED = 7  # planned entries of the last step that the engine could not run
 VICTIMS = 8  # requests preempted in the last step
-TURNS = 9  # requests whose state changed at the end of the last step, see below
+CHANGES = 9  # requests whose state changed at the end of the last step, see below
 EVICTIONS = 10  # best-effort requests that plans preempted
 EVICTED_TOKENS = 11  # computed tokens that these lost
 COUNTERS = 12
@@ -62,8 +62,8 @@ RAN = 0  # row of an entry
 NEW = 1  # its tokens
 ACCEPTED = 2  # its drafted tokens that are right
 VICTIM = 3  # row of a preempted request
-TURNED = 4  # key of a request
-TURN = 5  # what its end was, see below
+CHANGED = 4  # key of a request
+CHANGE = 5  # what its end was, see below
 STEP = 6
 
 # The times of a step: by the truth, and by the belief in its parts.
@@ -228,7 +228,7 @@ def complete_step(
     written. A row with target 0 was dropped while the step ran."""
     count, drafts, now_s = ending
     ended = False
-    counters[TURNS] = 0
+    counters[CHANGES] = 0
     for place in range(count):
         row, new = step[place, RAN], step[place, NEW]
         emitted = int(table[row, EMITTED])
@@ -254,21 +254,21 @@ def complete_step(
         table[row, EMITTED] = emitted + leave
         table[row, PENDING] = 1.0
         table[row, DRAFTED] = drafts
-        turn = 0
+        change = 0
         if emitted + leave == target and private[row, STAGES_LEFT] > 0:
-            turn = STAGED
+            change = STAGED
         elif emitted + leave == target:
-            turn = FINISHED
+            change = FINISHED
             counters[FREE_BLOCKS] += int(table[row, KV_BLOCKS]) - private[row, SHARED]
             counters[SEQUENCES] -= 1
             private[row, TARGET] = 0
             ended = True
         elif table[row, EMITTED] >= table[row, EXPECTED]:
-            turn = OUTGROWN
-        if turn > 0:
-            step[counters[TURNS], TURNED] = keys[row]
-            step[counters[TURNS], TURN] = turn
-            counters[TURNS] += 1
+            change = OUTGROWN
+        if change > 0:
+            step[counters[CHANGES], CHANGED] = keys[row]
+            step[counters[CHANGES], CHANGE] = change
+            counters[CHANGES] += 1
     if ended:
         remove_ended(table, private, keys, counters)
 
@@ -379,7 +379,7 @@ class Rows:
         self.ran_count = 0
         if self._dropped:
             self._remove_ended()
-        return self.step[: self.counters[TURNS], TURNED : TURN + 1]
+        return self.step[: self.counters[CHANGES], CHANGED : CHANGE + 1]
 
     def drop(self, key: int) -> None:
         """Take a live request out and free its blocks, also while a step runs. ``O(live)``."""

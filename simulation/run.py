@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,14 +44,14 @@ class Result:
     fallbacks: int
     dropped: int
     correction: float
-    moved: int
-    split: int
-    migrated: int
-    drains_s: tuple[float, ...]
-    starting_s: float
     checked_drafts: int
     accepted_drafts: int
-    sizes: Mapping[str, tuple[Size, ...]]
+    moved: int = 0
+    split: int = 0
+    migrated: int = 0
+    drains_s: tuple[float, ...] = ()
+    starting_s: float = 0.0
+    sizes: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
 
     @property
     def replica_s(self) -> float:
@@ -73,14 +72,9 @@ def result_of(
     engines: Sequence[VirtualEngine],
     end_s: float,
     up_s: float,
-    moved: int = 0,
-    split: int = 0,
-    migrated: int = 0,
-    drains_s: tuple[float, ...] = (),
-    starting_s: float = 0.0,
-    sizes: Mapping[str, tuple[Size, ...]] = MappingProxyType({}),
+    **of_cluster: Any,
 ) -> Result:
-    """The sums over all engines of a run."""
+    """The sums over all engines of a run; ``of_cluster``: further fields of the result."""
     return Result(
         requests=requests,
         end_s=end_s,
@@ -94,14 +88,9 @@ def result_of(
         fallbacks=sum(engine.fallbacks for engine in engines),
         dropped=sum(engine.dropped for engine in engines),
         correction=fmean(engine.planner.latency.correction for engine in engines),
-        moved=moved,
-        split=split,
-        migrated=migrated,
-        drains_s=drains_s,
-        starting_s=starting_s,
         checked_drafts=sum(engine.drafts.checked for engine in engines if engine.drafts),
         accepted_drafts=sum(engine.drafts.accepted for engine in engines if engine.drafts),
-        sizes=sizes,
+        **of_cluster,
     )
 
 

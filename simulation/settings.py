@@ -1,6 +1,5 @@
 """The papers' evaluation settings as generated workloads, described by what is the paper's and what
-is ours. Lengths follow the printed tables; ``arrivals`` takes another process than Poisson, such as
-``partial(Recorded, trace=...)``, as the papers replay recorded times."""
+is ours. Lengths follow the printed tables; ``arrivals`` takes another process than Poisson."""
 
 from __future__ import annotations
 
@@ -178,9 +177,7 @@ def _slos_serve_task(
     return Task(scenario, prompt, output, objective(ttft, tpot_s))
 
 
-def fairbatching(
-    dataset: str, rate: float, requests: int, seed: int, arrivals: MakeArrivals = Poisson
-) -> Workload:
+def fairbatching(dataset: str, rate: float, requests: int, seed: int) -> Workload:
     """A data set of FairBatching Table 2, one of :data:`FAIRBATCHING`, with its objectives."""
     _check_known(dataset, FAIRBATCHING, "dataset")
     row = FAIRBATCHING[dataset]
@@ -189,7 +186,7 @@ def fairbatching(
         f"Means and P90 of the lengths of FairBatching Table 2, TTFT {row.slo.ttft_s:g} s and "
         f"TPOT {row.slo.tpot_s:g} s."
     )
-    return generate(f"fairbatching {dataset}", [task], arrivals(rate), requests, seed, words)
+    return generate(f"fairbatching {dataset}", [task], Poisson(rate), requests, seed, words)
 
 
 def flowprefill(
@@ -199,7 +196,6 @@ def flowprefill(
     seed: int,
     slo_scale: float = 1.0,
     output: LengthDistribution | None = None,
-    arrivals: MakeArrivals = Poisson,
 ) -> Workload:
     """FlowPrefill's four tasks (Table 1), TTFT objectives (Table 2) times ``slo_scale`` (Fig. 9).
     One token each by default, as on its prefill instances."""
@@ -218,12 +214,10 @@ def flowprefill(
         f"Tasks and prompt lengths of FlowPrefill Table 1, TTFT of Table 2 for {model} times "
         f"{slo_scale:g}."
     )
-    return generate(f"flowprefill {model}", tasks, arrivals(rate), requests, seed, words)
+    return generate(f"flowprefill {model}", tasks, Poisson(rate), requests, seed, words)
 
 
-def flowprefill_single(
-    model: str, rate: float, seed: int, requests: int = 500, arrivals: MakeArrivals = Poisson
-) -> Workload:
+def flowprefill_single(model: str, rate: float, seed: int, requests: int = 500) -> Workload:
     """FlowPrefill §6.5, Fig. 14: 500 ShareGPT prompts under 2,000 tokens with the text task's TTFT.
     No lengths are printed: SLOs-Serve's chatbot row."""
     _check_known(model, FLOWPREFILL_TTFT_S, "model")
@@ -231,7 +225,7 @@ def flowprefill_single(
     prompt, output = SLOS_SERVE_PROMPTS["chatbot"].lengths, LengthDistribution.fixed(1)
     task = Task("text", prompt, output, always(SLO(ttft_s=ttft_s)))
     words = f"Prompts of SLOs-Serve Table 4 (chatbot), TTFT {ttft_s:g} s."
-    return generate(f"flowprefill {model} single", [task], arrivals(rate), requests, seed, words)
+    return generate(f"flowprefill {model} single", [task], Poisson(rate), requests, seed, words)
 
 
 def proserve(
@@ -266,9 +260,7 @@ def proserve_objectives(
     return with_priorities(judged, dict.fromkeys(priorities, 1.0), seed)
 
 
-def chat_and_code(
-    requests: int, seed: int, rate: float | None = None, arrivals: MakeArrivals = Poisson
-) -> Workload:
+def chat_and_code(requests: int, seed: int, rate: float | None = None) -> Workload:
     """The mix of the simulated-annealing paper, §5.1: half chat (TTFT 10 s, TPOT 50 ms), half code
     (end to end 30 s), all under 2,000 tokens and by default at once. It prints no lengths: chat has
     SLOs-Serve's chatbot row; code has 180 output tokens on average, 3 s by its Table 2."""
@@ -284,7 +276,7 @@ def chat_and_code(
         Column(180, 600, 110).lengths,
         always(SLO(e2e_s=30.0)),
     )
-    process = AtOnce() if rate is None else arrivals(rate)
+    process = AtOnce() if rate is None else Poisson(rate)
     words = "Half chat with TTFT 10 s and TPOT 0.05 s, half code with 30 s end to end."
     return generate("chat and code", [chat, code], process, requests, seed, words)
 

@@ -236,7 +236,7 @@ def measure_retries(
         alone = tuple(each._replace(tenant=key) for key, each in enumerate(made.arrivals))
         made = replace(made, arrivals=alone)
     system = systems.System(ROUTER, DEFAULT, ADMISSION, "reject")
-    layout = colocated(REPLICAS, come_backs=COME_BACKS[clients])
+    layout = colocated(REPLICAS, retries=COME_BACKS[clients])
     return retry_counts(
         systems.run_cluster(made, system, SETUP, layout, seed).result.requests, lasts_s
     )
@@ -246,16 +246,16 @@ def retry_counts(requests: Requests, lasts_s: float) -> dict[str, float]:
     """Of the retries after the warm-up: ``returns``, ``held`` ones, P95 of ``Retry-After`` in
     seconds; ``promised``: share of all requests in the end; ``goodput`` per second."""
     begin_s = min(RETRY_WARM_UP_S, lasts_s / 3)
-    returns = [each for each in requests.returns if begin_s < each.at_s <= lasts_s]
+    returns = [each for each in requests.retries if begin_s < each.at_s <= lasts_s]
     came_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     promised = ~np.isnan(requests.promised_s)
     kept = promised & attained(requests, stages(requests), TPOTMetric.MEAN)
     inside = (came_s > begin_s) & (came_s <= lasts_s)
-    told_s = [each.told_s for each in returns]
+    advised_s = [each.retry_after_s for each in returns]
     return {
         "returns": float(len(returns)),
         "held": float(sum(each.promised for each in returns)),
-        "retry_after_p95": float(np.percentile(told_s, 95)) if returns else nan,
+        "retry_after_p95": float(np.percentile(advised_s, 95)) if returns else nan,
         "promised": float(promised.mean()),
         "goodput": float((kept & inside).sum()) / (lasts_s - begin_s),
     }

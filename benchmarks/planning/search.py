@@ -31,7 +31,7 @@ from sluice.benchmarks.report import METHOD, Chart, Estimate, Point, ReportError
 from sluice.deploy.tables import print_table
 from sluice.scheduling.request.objective import TPOTAnchor
 from sluice.simulation.capacity import (
-    MOST_REPLICAS,
+    MAX_REPLICAS,
     Pools,
     least_busy,
     pool_demand,
@@ -543,7 +543,7 @@ def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
         return _mean(points[pools])
 
     try:
-        rate = min(workload.rate, MOST_REPLICAS / min(demand))
+        rate = min(workload.rate, MAX_REPLICAS / min(demand))
         start = sum(demand.least(rate))
         found = search_pools(attainment, question.target, demand, start, question.most).pools
         status = _reached(found)

@@ -26,7 +26,7 @@ from sluice.router.config import RouterConfig, ServiceClass
 from sluice.scheduling import batching, routing
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
-from sluice.simulation.capacity import MOST_REPLICAS
+from sluice.simulation.capacity import MAX_REPLICAS
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import StuckError
 from sluice.simulation.metrics import TPOTMetric
@@ -370,9 +370,9 @@ _PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
 @click.option("--tpot-metric", "metric", type=click.Choice(tuple(_METRICS)), help=_TPOT)
 @number_option("--seeds", default=3, least=1, most=100)
 @number_option("--first-seed", default=1, least=0, most=2**31)
-@number_option("--max-replicas", default=64, least=1, most=MOST_REPLICAS, words="To try.")
+@number_option("--max-replicas", default=64, least=1, most=MAX_REPLICAS, words="To try.")
 @number_option(
-    "--replicas", default=None, least=1, most=MOST_REPLICAS, words="This count only, no search."
+    "--replicas", default=None, least=1, most=MAX_REPLICAS, words="This count only, no search."
 )
 @number_option("--time-limit", default=3600.0, least=1, most=7 * 86_400, words="Of it, seconds.")
 @number_option("--jobs", default=_PROCESSORS, least=1, most=MAX_JOBS, words="Processes.")

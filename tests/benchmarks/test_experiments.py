@@ -50,7 +50,6 @@ from sluice.benchmarks.experiments.systems import (
 from sluice.benchmarks.report import Chart, Estimate, Point, Report, Table, markdown
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.generators import Poisson, fixed
 from sluice.simulation.traces import TraceError
 from sluice.simulation.workload import Arrival, Workload
 
@@ -194,7 +193,8 @@ class TestLoads:
         slo = SLO(ttft_s=1.0, tpot_s=0.1)
 
         def make(setup: object, rate: float, requests: int, seed: int) -> Workload:
-            return fixed(1_000, 101, Poisson(rate), requests, seed, slo)
+            arrivals = tuple(Arrival(at / rate, 1_000, 101, slo) for at in range(requests))
+            return Workload("alike", arrivals)
 
         model = setup.truth
         work_s = model.work_s(1_000, 0) + 101 * model.work_s(1, 1_050)

@@ -17,7 +17,7 @@ from sluice.benchmarks.experiments.promises import (
 )
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.engine import Truth
-from sluice.simulation.requests import Requests, Return
+from sluice.simulation.requests import Requests, Retry
 from sluice.simulation.run import simulate
 from tests.simulation.loads import MODEL, batch, workload
 
@@ -34,11 +34,11 @@ def served() -> Requests:
 
 def test_the_warm_up_and_what_comes_after_the_last_new_request_are_left_out() -> None:
     requests = served()
-    requests.returns += [
-        Return(1, 4.0, 9.0, False),
-        Return(2, 12.0, 1.0, False),
-        Return(2, 13.0, 2.0, True),
-        Return(3, 25.0, 9.0, True),
+    requests.retries += [
+        Retry(1, 4.0, 9.0, False),
+        Retry(2, 12.0, 1.0, False),
+        Retry(2, 13.0, 2.0, True),
+        Retry(3, 25.0, 9.0, True),
     ]
     found = retry_counts(requests, 20.0)
     # The first third of so short a run.

@@ -214,18 +214,16 @@ def poisson(rate: float, seconds: float, seed: int) -> Workload:
 def test_four_fifths_of_those_who_come_when_told_to_are_promised(rate: float) -> None:
     """All come again, up to ten times; at the highest rate more come than can be promised."""
     requests = simulated(rate)
-    returns = [each for each in requests.returns if each.at_s > 30.0]
+    returns = [each for each in requests.retries if each.at_s > 30.0]
     assert len(returns) > 50
-    assert all(isfinite(each.told_s) for each in returns)
+    assert all(isfinite(each.retry_after_s) for each in returns)
     assert np.mean([each.promised for each in returns]) >= 0.8
 
 
 def simulated(rate: float) -> Requests:
     model = LinearLatency(a=0.010, b=0.000_1, c=0.000_000_01)
     when = {SLOW.service_class: "reject"}
-    config = ClusterConfig.model_validate(
-        {"replicas": 2, "come_backs": 10, "when_unattainable": when}
-    )
+    config = ClusterConfig.model_validate({"replicas": 2, "retries": 10, "when_unattainable": when})
     result = simulate_cluster(
         poisson(rate, 150.0, 1),
         lambda role: batching.make_policy("deadline_triage"),

@@ -7,17 +7,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from sluice.scheduling import routing
+from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.batching import BatchPolicy, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import RoutingPolicy
-from sluice.simulation.config import (
-    ClusterConfig,
-    EngineConfig,
-)
+from sluice.simulation.cluster import simulate_cluster
+from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Truth
-from sluice.simulation.metrics import stages
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.replica import Incident
 from sluice.simulation.run import Result
 from sluice.simulation.workload import Arrival, Stage, Workload
 
@@ -111,6 +111,29 @@ def batch(name: str = "fcfs") -> Callable[[Role], BatchPolicy]:
 
 def route(name: str = "least_tokens") -> RoutingPolicy:
     return routing.make_policy(name, {"seed": 1} if name == "power_of_two" else {})
+
+
+def clustered(
+    load: Workload,
+    cluster: ClusterConfig | None = None,
+    *incidents: Incident,
+    policy: str = "fcfs",
+    router: str = "least_tokens",
+    admission: str | None = None,
+    truth: Truth | LinearLatency = EXACT,
+    **more: Any,
+) -> Result:
+    """A run through a cluster, by default without noise and admission."""
+    admits = make_admission(admission) if admission is not None else None
+    makers = batch(policy), route(router)
+    return simulate_cluster(
+        load, *makers, truth, cluster=cluster, incidents=incidents, admission=admits, **more
+    )
+
+
+def met(result: Result) -> np.ndarray:
+    """By request, whether it attained every objective, by the mean TPOT."""
+    return attained(result.requests, stages(result.requests), TPOTMetric.MEAN)
 
 
 def pools(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import POLICIES, BatchPolicy, BestEffortOptions, make_policy
+from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
@@ -16,7 +16,7 @@ from sluice.simulation.rows import DONE_TOKENS, EVICTED_TOKENS, EVICTIONS, LOST_
 from sluice.simulation.run import drive
 from sluice.simulation.workload import Arrival, Workload
 from tests.examples import examples
-from tests.simulation.loads import MODEL, configs, families, of, workloads
+from tests.simulation.loads import MODEL, of
 
 CHAT = SLO(ttft_s=0.5, tpot_s=0.05)
 
@@ -26,7 +26,6 @@ def serve(
     best_effort: list[bool],
     policy: BatchPolicy,
     config: EngineConfig,
-    noise: float = 0.0,
 ) -> tuple[VirtualEngine, Requests]:
     """Run ``load``, of whose requests those marked are best effort."""
     requests = Requests(load)
@@ -34,40 +33,9 @@ def serve(
         requests.serve_as(key, flag)
     belief = Belief(MODEL.with_headroom(1.05))
     rng = np.random.default_rng(7)
-    engine = VirtualEngine(config, policy, belief, Truth(MODEL, noise), requests, rng)
+    engine = VirtualEngine(config, policy, belief, Truth(MODEL, 0.0), requests, rng)
     drive(engine, requests)
     return engine, requests
-
-
-@settings(max_examples=examples(80))
-@given(
-    load=st.one_of(workloads, families()),
-    config=configs,
-    name=st.sampled_from(sorted(POLICIES)),
-    patience_s=st.sampled_from([0.05, 30.0]),
-    data=st.data(),
-)
-def test_nothing_is_lost_and_everything_is_given_back(
-    load: Workload, config: EngineConfig, name: str, patience_s: float, data: st.DataObject
-) -> None:
-    if config.block_tokens not in (1, 8, 16) or load.block_tokens % config.block_tokens:
-        config = config.model_copy(update={"prefix_cache": False})
-    flags = data.draw(st.lists(st.booleans(), min_size=len(load), max_size=len(load)))
-    policy = make_policy(name, {}, BestEffortOptions(patience_s=patience_s, aged_share=0.2))
-    engine, requests = serve(load, flags, policy, config, noise=0.1)
-    assert engine.live == engine.running == engine.held_blocks == 0
-    assert engine.free_blocks == config.kv_blocks
-    for key, arrival in enumerate(load.arrivals):
-        first, last = requests.first_stage[key], requests.first_stage[key + 1]
-        times = requests.emitted_s[requests.offsets[first] : requests.offsets[last]]
-        assert len(times) == arrival.output_tokens
-        if key in requests.failures:
-            assert requests.whole_tokens(key) > config.kv_tokens
-            continue
-        assert times[0] > arrival.arrival_s
-        assert (np.diff(times) > 0).all()
-    assert 0 <= engine.counters[EVICTED_TOKENS] <= engine.counters[LOST_TOKENS]
-    assert engine.counters[EVICTIONS] <= engine.counters[PREEMPTIONS]
 
 
 def two_tiers(rate: float, behind: int, seed: int = 3) -> tuple[Workload, list[bool]]:

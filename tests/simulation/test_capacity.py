@@ -12,7 +12,7 @@ from sluice.scheduling.autoscaling.role_shares import PoolDemand
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.capacity import (
-    MOST_REPLICAS,
+    MAX_REPLICAS,
     Pools,
     Search,
     least_busy,
@@ -30,7 +30,7 @@ from tests.simulation.loads import workload
 SERVICE = LinearLatency(a=0.05, b=5e-5)
 """A prompt of 1,000 tokens takes 0.1 s."""
 
-counts = st.integers(1, MOST_REPLICAS)
+counts = st.integers(1, MAX_REPLICAS)
 
 
 class Counter:
@@ -47,7 +47,7 @@ class Counter:
         return self._attainment.get(replicas, self._otherwise)
 
 
-@given(needed=counts, start=st.integers(-3, MOST_REPLICAS + 3), most=counts)
+@given(needed=counts, start=st.integers(-3, MAX_REPLICAS + 3), most=counts)
 def test_where_attainment_grows_the_smallest_count_is_found_in_few_runs(
     needed: int, start: int, most: int
 ) -> None:

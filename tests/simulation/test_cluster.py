@@ -13,7 +13,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
 from sluice.replica.config import ReplicaConfig
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.retries import RETRY_PAUSE_S
+from sluice.router.dispatch.retries import RETRY_PAUSE_S as DISPATCHER_PAUSE_S
 from sluice.router.ingress.middleware import REFUSALS_PER_S
 from sluice.router.serve.request_router import NO_REPLICA_WAIT_S
 from sluice.scheduling import routing
@@ -30,9 +30,9 @@ from sluice.simulation.cluster import (
     NO_ATTEMPT_LEFT,
     NO_REPLICA,
     REFUSED,
+    RETRY_PAUSE_S,
     Cluster,
     Node,
-    simulate_cluster,
 )
 from sluice.simulation.config import (
     ClusterConfig,
@@ -43,7 +43,7 @@ from sluice.simulation.config import (
     WhenUnattainable,
 )
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
-from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.metrics import stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import TOO_LONG, Result, simulate
 from sluice.simulation.workload import Workload
@@ -52,9 +52,10 @@ from tests.light_engine import LIGHT_ENGINE
 from tests.simulation.loads import (
     EXACT,
     MODEL,
-    batch,
+    clustered,
     ended_well,
     families,
+    met,
     pools,
     route,
     steady,
@@ -67,10 +68,10 @@ def test_one_replica_next_door_is_the_bare_engine() -> None:
     load = workload(*((0.013 * i, 50 + 97 * (i % 11), 1 + i % 17) for i in range(150)))
     near = ClusterConfig(replicas=1, dispatch_s=0)
     config = EngineConfig(kv_blocks=200, max_sequences=12)
-    clustered = simulate_cluster(load, batch("slidebatching"), route(), EXACT, None, config, near)
+    one = clustered(load, near, policy="slidebatching", engine=config)
     alone = simulate(load, make_policy("slidebatching"), EXACT, config=config)
-    assert np.array_equal(clustered.requests.emitted_s, alone.requests.emitted_s)
-    assert clustered.steps == alone.steps
+    assert np.array_equal(one.requests.emitted_s, alone.requests.emitted_s)
+    assert one.steps == alone.steps
 
 
 incidents = st.lists(
@@ -145,17 +146,14 @@ def test_every_request_ends_exactly_once(
         if not isinstance(incident, Resize) or cluster.counts[incident.role]
     ]
     engine = EngineConfig(kv_blocks=40, max_batch_tokens=200, max_sequences=6)
-    result = simulate_cluster(
-        load,
-        batch("fairbatching"),
-        route(router),
-        MODEL,
-        None,
-        engine,
-        cluster,
-        happening,
-        seed,
-        admission=make_admission(admission) if admission is not None else None,
+    result = clustered(
+        *(load, cluster, *happening),
+        policy="fairbatching",
+        router=router,
+        admission=admission,
+        truth=MODEL,
+        engine=engine,
+        seed=seed,
     )
     requests = result.requests
     whole = ended_well(result)
@@ -207,9 +205,7 @@ def test_equal_seeds_give_equal_runs() -> None:
     cluster = ClusterConfig(replicas=3, report_loss=0.3)
     happening = [Failure(0.5, 1, down_s=0.3), Resize(1.0, 1)]
     runs = [
-        simulate_cluster(
-            steady(), batch(), route("pab"), MODEL, None, None, cluster, happening, seed
-        )
+        clustered(steady(), cluster, *happening, router="pab", truth=MODEL, seed=seed)
         for seed in (1, 1, 2)
     ]
     times = [run.requests.emitted_s for run in runs]
@@ -221,33 +217,32 @@ def test_equal_seeds_give_equal_runs() -> None:
 def test_cells_exclude_roles_and_decisions_on_several_requests_together() -> None:
     with pytest.raises(ValueError, match="cells must be 1 with prefillers and decoders, got 2"):
         pools(1, 1, cells=2)
-    together, two = make_admission("slos_serve"), ClusterConfig(replicas=4, cells=2)
     with pytest.raises(ValueError, match="admission 'slos_serve' needs window_ms: 0"):
-        simulate_cluster(steady(), batch(), route(), EXACT, None, None, two, admission=together)
+        clustered(steady(), ClusterConfig(replicas=4, cells=2), admission="slos_serve")
 
 
 def test_cells_share_the_load_and_attain_about_as_much_as_one_controller() -> None:
-    load, admission = steady(600, gap_s=0.005), make_admission("moore_hodgson")
-    met = {}
+    share = {}
     for cells in (1, 4):
-        cluster = ClusterConfig(replicas=12, cells=cells)
-        result = simulate_cluster(
-            load, batch("deadline_triage"), route("most_gain"), MODEL, None, None, cluster,
-            admission=admission,
-        )  # fmt: skip
+        result = clustered(
+            steady(600, gap_s=0.005),
+            ClusterConfig(replicas=12, cells=cells),
+            policy="deadline_triage",
+            router="most_gain",
+            admission="moore_hodgson",
+            truth=MODEL,
+        )
         busy = {cell_of(f"mixed-{n}", cells) for n, steps in enumerate(result.steps) if steps}
         assert len(busy) == cells
-        requests = result.requests
-        met[cells] = attained(requests, stages(requests), TPOTMetric.MEAN).mean()
-    assert met[4] > met[1] - 0.02
+        share[cells] = met(result).mean()
+    assert share[4] > share[1] - 0.02
 
 
 def test_reservations_spread_a_burst_that_no_report_has_shown_yet() -> None:
     burst = workload(*((0.0, 500, 2) for _ in range(40)))
     blind = ClusterConfig(replicas=4, report_delay_s=30.0)
-    result = simulate_cluster(burst, batch(), route("least_tokens"), EXACT, None, None, blind)
     # Ten prompts of 500 tokens are one batch of each engine, and then one decode step.
-    assert result.steps == (2, 2, 2, 2)
+    assert clustered(burst, blind).steps == (2, 2, 2, 2)
 
 
 def test_what_a_dead_replica_had_goes_on_elsewhere() -> None:
@@ -257,9 +252,7 @@ def test_what_a_dead_replica_had_goes_on_elsewhere() -> None:
     engine = EngineConfig(max_batch_tokens=2_000)
 
     def run(*incidents: Failure) -> Result:
-        return simulate_cluster(
-            load, batch(), route("round_robin"), EXACT, None, engine, cluster, incidents
-        )
+        return clustered(load, cluster, *incidents, router="round_robin", engine=engine)
 
     whole, result = run(), run(Failure(0.6, 0))
     assert not result.requests.failures
@@ -278,7 +271,7 @@ def test_a_request_is_given_up_after_so_many_replicas() -> None:
     failing = [Failure(0.3 * (1 + number), number, down_s=0.0) for number in range(3)]
     for attempts, failures in ((3, {0: NO_ATTEMPT_LEFT}), (4, {})):
         cluster = ClusterConfig(replicas=1, max_attempts=attempts)
-        result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster, failing)
+        result = clustered(load, cluster, *failing)
         assert result.requests.failures == failures
         assert ended_well(result)[0] == (not failures)
 
@@ -286,14 +279,10 @@ def test_a_request_is_given_up_after_so_many_replicas() -> None:
 def test_without_a_replica_requests_wait_at_the_router_for_a_bounded_time() -> None:
     load = workload((0.0, 100, 5), (1.0, 100, 5))
     cluster = ClusterConfig(replicas=1, edge_wait_s=2.0)
-    dead = [Failure(0.5, 0)]
-    result = simulate_cluster(load, batch(), route(), EXACT, None, None, cluster, dead)
+    result = clustered(load, cluster, Failure(0.5, 0))
     assert result.requests.failures == {1: NO_REPLICA}
     assert 3.0 <= result.end_s < 3.3
-    back = [Failure(0.5, 0, down_s=1.0)]
-    assert not simulate_cluster(
-        load, batch(), route(), EXACT, None, None, cluster, back
-    ).requests.failures
+    assert not clustered(load, cluster, Failure(0.5, 0, down_s=1.0)).requests.failures
 
 
 def test_the_wait_for_a_replica_counts_from_its_begin_and_not_from_the_arrival() -> None:
@@ -303,24 +292,17 @@ def test_the_wait_for_a_replica_counts_from_its_begin_and_not_from_the_arrival()
     cluster = ClusterConfig(replicas=1, edge_wait_s=2.0)
     engine = EngineConfig(max_batch_tokens=10_000)
     for back_s, expected in ((6.0, {}), (8.0, {0: NO_REPLICA})):
-        happening = [Failure(4.0, 0, down_s=back_s - 4.0)]
-        result = simulate_cluster(
-            load, batch(), route(), Truth(slow, 0), None, engine, cluster, happening
-        )
+        dies = Failure(4.0, 0, down_s=back_s - 4.0)
+        result = clustered(load, cluster, dies, truth=Truth(slow, 0), engine=engine)
         assert result.requests.failures == expected
 
 
 def test_new_replicas_serve_and_leaving_ones_finish_what_they_have() -> None:
-    grown = simulate_cluster(
-        steady(), batch(), route(), EXACT, incidents=[Resize(0.5, 2)], cluster=ClusterConfig()
-    )
+    grown = clustered(steady(), None, Resize(0.5, 2))
     assert len(grown.steps) == 4
     assert min(grown.steps) > 0
     late = ClusterConfig(report_delay_s=0.2)
-    light = steady(prompt=20, output=1)
-    shrunk = simulate_cluster(
-        light, batch(), route(), EXACT, incidents=[Resize(0.5, -1)], cluster=late
-    )
+    shrunk = clustered(steady(prompt=20, output=1), late, Resize(0.5, -1))
     assert not grown.requests.failures
     assert not shrunk.requests.failures
     assert shrunk.up_s < 2 * shrunk.end_s
@@ -333,35 +315,22 @@ def test_admission_by_budget_refuses_what_would_be_late_and_keeps_the_rest_in_ti
     load = steady(count=300, gap_s=0.01, prompt=400, output=1)
     cluster = ClusterConfig(replicas=1, when_unattainable={"standard": "reject"})
 
-    def run(admitting: bool) -> Result:
-        admission = make_admission("pab") if admitting else None
-        return simulate_cluster(
-            load, batch(), route(), EXACT, None, None, cluster, seed=1, admission=admission
-        )
-
-    every, some = run(admitting=False), run(admitting=True)
+    every, some = (clustered(load, cluster, admission=name, seed=1) for name in (None, "pab"))
     assert not every.requests.failures
     assert set(some.requests.failures.values()) == {REFUSED}
-    met = [
-        int(attained(result.requests, stages(result.requests), TPOTMetric.MEAN).sum())
-        for result in (every, some)
-    ]
-    assert met[1] > 2 * met[0]
+    assert met(some).sum() > 2 * met(every).sum()
     # The budget keeps no head-room: a first token leaves with the end of its batch.
-    assert met[1] >= 0.85 * (len(load) - len(some.requests.failures))
+    assert met(some).sum() >= 0.85 * (len(load) - len(some.requests.failures))
     assert np.nanmax(stages(some.requests).ttft_s) < 0.6, "of 0.5 s"
 
 
-def overloaded(when: WhenUnattainable, count: int = 300) -> Result:
+def overloaded(when: WhenUnattainable) -> Result:
     """About twice what the engine can prefill, with the default admission."""
-    load = steady(count=count, gap_s=0.01, prompt=400, output=5)
-    return simulate_cluster(
-        load,
-        batch("deadline_triage"),
-        route(),
-        EXACT,
-        cluster=ClusterConfig(replicas=1, when_unattainable={"standard": when}),
-        admission=make_admission("moore_hodgson"),
+    return clustered(
+        steady(count=300, gap_s=0.01, prompt=400, output=5),
+        ClusterConfig(replicas=1, when_unattainable={"standard": when}),
+        policy="deadline_triage",
+        admission="moore_hodgson",
     )
 
 
@@ -372,8 +341,7 @@ def test_promises_are_kept_and_the_others_are_served_on_what_is_left() -> None:
     assert not requests.failures
     assert 0.2 < promised.mean() < 0.8
     assert (promised != requests.best_effort).all()
-    met = attained(requests, stages(requests), TPOTMetric.MEAN)
-    assert met[promised].mean() >= 0.98
+    assert met(result)[promised].mean() >= 0.98
     # The best-effort ones end last.
     wait_s = stages(requests).ttft_s
     assert wait_s[requests.best_effort].mean() > 2 * wait_s[promised].mean()
@@ -398,17 +366,13 @@ def test_each_replica_is_what_its_node_says() -> None:
     load = workload(*((0.0, 1_000, 3) for _ in range(3)))
     fast = Node(Truth(LinearLatency(a=0.001, b=1e-5), 0), Belief(MODEL), EngineConfig(kv_blocks=70))
     cluster = ClusterConfig(replicas=3, dispatch_s=0)
-    result = simulate_cluster(
-        load, batch(), route("round_robin"), EXACT, None, None, cluster, nodes=[fast]
-    )
+    result = clustered(load, cluster, router="round_robin", nodes=[fast])
     first_s = result.requests.emitted_s[::3]
     assert first_s[0] == pytest.approx(0.001 + 1e-5 * 1_000)
     alone = simulate(workload((0.0, 1_000, 3)), make_policy("fcfs"), EXACT)
     assert first_s[1] == first_s[2] == alone.requests.emitted_s[0]
     long = workload((0.0, 1_200, 3), (0.0, 1_200, 3))
-    small = simulate_cluster(
-        long, batch(), route("round_robin"), EXACT, None, None, cluster, nodes=[fast]
-    )
+    small = clustered(long, cluster, router="round_robin", nodes=[fast])
     assert small.requests.failures == {0: TOO_LONG}, "70 blocks hold 1,120 tokens"
 
 
@@ -417,21 +381,12 @@ def test_replicas_of_two_speeds_under_one_name_get_what_they_can_do_in_time() ->
     with equal shares the slow one gets more than it can do."""
     slow = LinearLatency(a=6 * MODEL.a, b=6 * MODEL.b, c=6 * MODEL.c, d=6 * MODEL.d)
     nodes = [Node(Truth(each, 0), Belief(each), EngineConfig()) for each in (MODEL, slow)]
-    load, two = steady(600, 0.03), ClusterConfig(replicas=2)
 
-    def run(policy: str, admission: str | None) -> float:
-        made = make_admission(admission) if admission is not None else None
-        result = simulate_cluster(
-            load,
-            batch("deadline_triage"),
-            route(policy),
-            EXACT,
-            cluster=two,
-            admission=made,
-            nodes=nodes,
-        )
+    def run(router: str, admission: str | None) -> float:
+        own = {"policy": "deadline_triage", "router": router, "admission": admission}
+        result = clustered(steady(600, 0.03), nodes=nodes, **own)
         assert ended_well(result).all()
-        return float(attained(result.requests, stages(result.requests)).mean())
+        return float(met(result).mean())
 
     assert run("most_gain", "moore_hodgson") > 0.99
     assert run("round_robin", None) < 0.8
@@ -444,9 +399,7 @@ def test_a_slow_replica_takes_longer_until_it_recovers_and_its_planner_learns_it
     slow = [Slowdown(0.995, 0, 3.0), Slowdown(3.995, 0, 1.0), Slowdown(0.5, 7, 9.0)]
 
     def run(incidents: list[Slowdown]) -> Result:
-        return simulate_cluster(
-            load, batch(), route(), Truth(model, 0), None, None, one, incidents, seed=1
-        )
+        return clustered(load, one, *incidents, truth=Truth(model, 0), seed=1)
 
     # 100 steps of 10 ms in the first second, 100 of 30 ms until 4.0 s, and 100 of 10 ms.
     assert run(slow).end_s == pytest.approx(1.0 + 3.0 + 1.0)
@@ -464,20 +417,19 @@ def test_defaults_are_those_of_production() -> None:
     assert cluster.reservation_ttl_s == controller.reservation_ttl_s
     assert cluster.promise_level == controller.promise_level
     assert cluster.max_attempts == RouterConfig().max_attempts
-    assert cluster.retry_s == RETRY_PAUSE_S
+    assert DISPATCHER_PAUSE_S == RETRY_PAUSE_S
     assert cluster.edge_wait_s == NO_REPLICA_WAIT_S
 
 
 def test_a_failure_of_a_replica_that_is_not_there_is_left_alone() -> None:
-    dead = [Failure(0.5, number) for number in (-1, 2, 99)]
-    result = simulate_cluster(steady(), batch(), route(), EXACT, incidents=dead)
+    result = clustered(steady(), None, *(Failure(0.5, number) for number in (-1, 2, 99)))
     assert not result.requests.failures
     assert result.moved == 0
 
 
 def test_impossible_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="no replica has the role 'decode'; there are: mixed"):
-        simulate_cluster(steady(), batch(), route(), MODEL, incidents=[Resize(1.0, 1, "decode")])
+        clustered(steady(), None, Resize(1.0, 1, "decode"))
     with pytest.raises(ValueError, match="less than 1"):
         ClusterConfig(report_loss=1.0)
     with pytest.raises(ValueError, match="at least one replica of some role"):

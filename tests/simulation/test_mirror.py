@@ -22,7 +22,7 @@ from sluice.simulation.requests import Requests
 from tests.controller.fleet import hello, summary
 from tests.simulation.loads import MODEL, workload
 
-CONFIG = ClusterConfig(reference_ttft_s=1.0, reservation_ttl_s=5.0)
+CONFIG = ClusterConfig(reservation_ttl_s=5.0)
 
 
 def make_mirror() -> VirtualMirror:
@@ -108,11 +108,11 @@ def test_a_reservation_counts_until_its_replica_reports_the_request_or_it_expire
         mirror.place(query(key, tokens), now_s)
     given += [8, 9]
     assert (8 in mirror.fleet.ledger, 9 in mirror.fleet.ledger) == (True, True)
-    mirror.hear("one", sent(engine, now_s, received=9), now_s + 0.1)
+    mirror.receive("one", sent(engine, now_s, received=9), now_s + 0.1)
     mirror.place(query(70), now_s + 0.1)
     assert (8 in mirror.fleet.ledger, 9 in mirror.fleet.ledger) == (False, True)
     assert mirror.fleet.figures[0, figure.RESERVED] == 2
-    mirror.hear("one", sent(engine, now_s + 4.9, received=9), now_s + 4.9)
+    mirror.receive("one", sent(engine, now_s + 4.9, received=9), now_s + 4.9)
     mirror.place(query(71), now_s + 5.0)
     assert 9 not in mirror.fleet.ledger
 
@@ -138,14 +138,14 @@ def test_silent_and_draining_replicas_get_nothing_while_others_are_there() -> No
     def chosen() -> set[str | None]:
         return {mirror.place(query(key), later_s).replica_id for key in range(20, 30)}
 
-    mirror.hear("two", sent(engine, later_s), later_s)
+    mirror.receive("two", sent(engine, later_s), later_s)
     assert chosen() == {"two"}
-    mirror.hear("two", sent(engine, later_s, draining=True), later_s)
+    mirror.receive("two", sent(engine, later_s, draining=True), later_s)
     # Nobody else is fresh: the silent one may be there still.
     assert chosen() == {"one"}
     mirror.forget("one")
     assert chosen() == {None}
-    mirror.hear("one", sent(engine, later_s), later_s)
+    mirror.receive("one", sent(engine, later_s), later_s)
     assert chosen() == {None}, "a forgotten replica does not come back by a late report"
 
 
@@ -174,8 +174,8 @@ def test_what_replicas_hold_of_a_prompt_follows_their_reports() -> None:
         return {mirror.fleet.ids[row]: float(held) for row, held in zip(rows, tokens, strict=True)}
 
     assert cached(now_s) == {"one": 128.0, "two": 0.0}
-    mirror.hear("one", made._replace(held=frozenset({7})), now_s)
-    mirror.hear("two", made._replace(held=frozenset({7, 8, 9})), now_s)
+    mirror.receive("one", made._replace(held=frozenset({7})), now_s)
+    mirror.receive("two", made._replace(held=frozenset({7, 8, 9})), now_s)
     assert cached(now_s) == {"one": 64.0, "two": 192.0}
     mirror.forget("two")
     assert cached(now_s) == {"one": 64.0}

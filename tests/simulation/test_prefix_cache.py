@@ -1,21 +1,15 @@
 """Shared prefixes: what is not computed again, what is evicted, and that no block is lost."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import POLICIES, make_policy
-from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.engine import Belief, Truth, VirtualEngine
-from sluice.simulation.requests import Requests
-from sluice.simulation.rows import DONE_TOKENS, LOST_TOKENS
-from sluice.simulation.run import TOO_LONG, drive, simulate
+from sluice.scheduling.batching import make_policy
+from sluice.simulation.config import EngineConfig
+from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival, Workload
 from tests.examples import examples
-from tests.simulation.loads import HASHED, MODEL, OBJECTIVE, families
-
-EXACT = Truth(MODEL, noise=0)
+from tests.simulation.loads import EXACT, HASHED, OBJECTIVE, families
 
 
 def hashed(*arrivals: tuple[float, int, tuple[int, ...]], output: int = 1) -> Workload:
@@ -69,49 +63,6 @@ def test_hashed_blocks_must_be_whole_blocks_of_the_engine() -> None:
     load = hashed((0.0, 64, (1, 2)))
     with pytest.raises(ValueError, match=r"blocks of 32 tokens.*block_tokens \(24\)"):
         computed_tokens(load, block_tokens=24)
-
-
-@settings(max_examples=examples(100))
-@given(
-    load=families(),
-    name=st.sampled_from(sorted(POLICIES)),
-    kv_blocks=st.integers(16, 80),
-    tokens=st.integers(16, 300),
-    sequences=st.integers(1, 8),
-    speculation=st.sampled_from([None, None, Speculation(alpha=0.7, length=3)]),
-)
-def test_no_block_and_no_token_is_lost(
-    load: Workload,
-    name: str,
-    kv_blocks: int,
-    tokens: int,
-    sequences: int,
-    speculation: Speculation | None,
-) -> None:
-    config = EngineConfig(
-        kv_blocks=kv_blocks,
-        max_batch_tokens=tokens,
-        max_sequences=sequences,
-        speculation=speculation,
-    )
-    requests = Requests(load)
-    rng = np.random.default_rng(1)
-    engine = VirtualEngine(config, make_policy(name), Belief(MODEL), Truth(MODEL), requests, rng)
-    drive(engine, requests)
-    assert engine.live == engine.held_blocks == 0
-    assert engine.free_blocks == kv_blocks
-    assert engine.cache is not None or not requests.hashed
-    if engine.cache is not None:
-        assert engine.cache.idle_blocks <= kv_blocks
-    needed = 0
-    for key in range(len(load)):
-        times = requests.emitted_s[requests.offsets[key] : requests.offsets[key + 1]]
-        if requests.whole_tokens(key) > config.kv_tokens:
-            assert requests.failures[key] == TOO_LONG
-        else:
-            assert not np.isnan(times).any()
-            needed += requests.whole_tokens(key) - 1
-    assert engine.counters[DONE_TOKENS] + engine.hit_tokens == needed + engine.counters[LOST_TOKENS]
 
 
 class Pool:

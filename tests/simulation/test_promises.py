@@ -1,70 +1,52 @@
 """Simulated promises have the margins of production, and are judged by what was stated."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 
-from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.request.kernels import E2E, TPOT, TTFT
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig
 from sluice.simulation.engine import Belief, Truth
-from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.mirror import Judged, late, observed
+from sluice.simulation.mirror import SLOCounter, late, observed
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result, simulate
 from sluice.simulation.workload import Arrival, Stage, Workload
-from tests.simulation.loads import EXACT, MODEL, batch, of, route, workload, workloads
+from tests.simulation.loads import MODEL, batch, clustered, met, of, workload, workloads
 
 STATED = SLO(ttft_s=0.5, tpot_s=0.05, e2e_s=4.0)
 
 
-def run(
-    load: Workload,
-    level: float | None,
-    truth: Truth = EXACT,
-    admission: str | None = "moore_hodgson",
-) -> Result:
-    return simulate_cluster(
-        load,
-        batch("deadline_triage"),
-        route(),
-        truth,
-        Belief(MODEL),
-        cluster=ClusterConfig(replicas=1, promise_level=level),
-        seed=1,
-        admission=make_admission(admission) if admission is not None else None,
-    )
+def run(load: Workload, level: float | None, **more: Any) -> Result:
+    one = ClusterConfig(replicas=1, promise_level=level)
+    return clustered(load, one, policy="deadline_triage", belief=Belief(MODEL), seed=1, **more)
+
+
+def promised_and_kept(level: float | None, noise: float) -> tuple[float, float]:
+    """Shares of the requests, of more than the engine can prefill."""
+    load = workload(*((0.015 * n, 300, 8) for n in range(1_000)), slo=SLO(ttft_s=0.3))
+    result = run(load, level, truth=Truth(MODEL, noise), admission="moore_hodgson")
+    promised = ~np.isnan(result.requests.promised_s)
+    return float(promised.mean()), float(met(result)[promised].mean())
 
 
 def test_margins_keep_promises_that_are_missed_without() -> None:
-    # More than the engine can prefill.
-    load = workload(*((0.015 * n, 300, 8) for n in range(1_000)), slo=SLO(ttft_s=0.3))
-
-    def missed(level: float | None) -> float:
-        requests = run(load, level, Truth(MODEL, noise=0.03)).requests
-        promised = ~np.isnan(requests.promised_s)
-        assert promised.mean() > 0.5
-        met = attained(requests, stages(requests), TPOTMetric.MEAN)
-        return 1 - float(met[promised].mean())
-
-    assert missed(0.99) < 0.6 * missed(None)
+    (promised, kept), (more, fewer) = (promised_and_kept(level, 0.03) for level in (0.99, None))
+    assert min(promised, more) > 0.5
+    assert 1 - kept < 0.6 * (1 - fewer)
 
 
 def test_promises_are_kept_where_no_step_takes_the_time_that_is_predicted() -> None:
-    load = workload(*((0.015 * n, 300, 8) for n in range(1_000)), slo=SLO(ttft_s=0.3))
-    requests = run(load, None, Truth(MODEL, noise=0.3)).requests
-    promised = ~np.isnan(requests.promised_s)
-    met = attained(requests, stages(requests), TPOTMetric.MEAN)
+    promised, kept = promised_and_kept(None, noise=0.3)
     # The policy's head-room grows with the noise; with a tenth it would keep 71 %.
-    assert promised.mean() > 0.8
-    assert met[promised].mean() > 0.85
+    assert promised > 0.8 and kept > 0.85
 
 
 @given(workloads)
 def test_without_admission_there_are_no_margins(load: Workload) -> None:
-    with_level, without = (run(load, level, admission=None) for level in (0.99, None))
+    with_level, without = (run(load, level) for level in (0.99, None))
     assert np.array_equal(with_level.requests.times, without.requests.times, equal_nan=True)
     assert with_level.end_s == without.end_s
 
@@ -103,19 +85,19 @@ def test_margins_learn_from_the_stage_that_took_the_largest_share() -> None:
 
 @given(workloads)
 def test_what_margins_learn_is_what_attainment_is_judged_by(load: Workload) -> None:
-    requests = simulate(load, batch("fcfs")("mixed"), Truth(MODEL, 0.1)).requests
-    met = attained(requests, stages(requests), TPOTMetric.MEAN)
-    judged = Judged(requests)
+    result = simulate(load, batch("fcfs")("mixed"), Truth(MODEL, 0.1))
+    requests, attains = result.requests, met(result)
+    counted = SLOCounter(requests)
     for key, arrival in enumerate(load.arrivals):
-        before = judged.attained
-        judged.ended(key)
+        before = counted.attained
+        counted.ended(key)
         if any(stage.slo.stated for stage in arrival.stages) or arrival.slo.stated:
-            assert (judged.attained > before) == met[key]
+            assert (counted.attained > before) == attains[key]
         seen = observed(requests, key)
         assert (seen is None) == (key in requests.failures)
         if seen is not None and not arrival.stages:
             pairs = zip(seen, arrival.slo.columns, strict=False)
-            assert met[key] == all((real_s or 0.0) <= due_s for real_s, due_s in pairs)
+            assert attains[key] == all((real_s or 0.0) <= due_s for real_s, due_s in pairs)
 
 
 def test_what_is_late_by_now_is_told_while_it_goes_on() -> None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
-from sluice.scheduling import batching, routing
-from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.autoscaling import (
     AutoscalingPolicy,
     Decision,
@@ -20,15 +18,14 @@ from sluice.scheduling.autoscaling import (
 from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.cluster import Scaler, simulate_cluster
+from sluice.simulation.cluster import Scaler
 from sluice.simulation.config import Autoscaling, ClusterConfig, Failure
-from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.mirror import Judged
+from sluice.simulation.mirror import SLOCounter
 from sluice.simulation.replica import Events
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
-from sluice.simulation.workload import Arrival, Stage, Workload
-from tests.simulation.loads import EXACT, batch, ended_well, route, workload
+from sluice.simulation.workload import Arrival, Workload
+from tests.simulation.loads import clustered, ended_well, met, pools, workload
 
 MODEL = LinearLatency(a=0.01, b=0.001)
 OBJECTIVE = SLO(ttft_s=1.0, tpot_s=0.1)
@@ -56,17 +53,10 @@ def arrivals(gaps: Sequence[float], slo: SLO = OBJECTIVE, output: int = 10) -> W
     return Workload("made", tuple(Arrival(float(at), 100, output, slo) for at in times))
 
 
-def run_with(
-    policy: AutoscalingPolicy, workload: Workload, replicas: int = 1, **config: float
-) -> Result:
-    return simulate_cluster(
-        workload,
-        lambda role: batching.make_policy("fcfs"),
-        routing.make_policy("least_work"),
-        MODEL,
-        cluster=ClusterConfig(replicas=replicas),
-        autoscaling=Autoscaling(lambda role: policy, 1, 10, **{"interval_s": 1.0, **config}),
-    )
+def run_with(policy: AutoscalingPolicy, load: Workload, startup_s: float = 30.0) -> Result:
+    scaling = Autoscaling(lambda role: policy, 1, 10, 1.0, startup_s)
+    one = ClusterConfig(replicas=1)
+    return clustered(load, one, router="least_work", truth=MODEL, autoscaling=scaling)
 
 
 class TestScaler:
@@ -121,13 +111,8 @@ class TestCluster:
         assert done.replica_s == done.up_s + done.starting_s
 
     def test_a_fixed_cluster_pays_for_itself(self) -> None:
-        done = simulate_cluster(
-            arrivals([0.2] * 20),
-            lambda role: batching.make_policy("fcfs"),
-            routing.make_policy("least_work"),
-            MODEL,
-            cluster=ClusterConfig(replicas=3),
-        )
+        three = ClusterConfig(replicas=3)
+        done = clustered(arrivals([0.2] * 20), three, router="least_work", truth=MODEL)
         assert done.replica_s == pytest.approx(3 * done.end_s)
         assert (done.starting_s, done.sizes) == (0.0, {})
 
@@ -137,12 +122,11 @@ class TestCluster:
         def make(role: str) -> Timetable:
             return made.setdefault(role, Timetable({1.0: 2 if role == "prefill" else 3}))
 
-        done = simulate_cluster(
+        done = clustered(
             arrivals([0.1] * 100),
-            lambda role: batching.make_policy("fcfs"),
-            routing.make_policy("least_work"),
-            MODEL,
-            cluster=ClusterConfig(replicas=0, prefillers=1, decoders=1),
+            pools(),
+            router="least_work",
+            truth=MODEL,
             autoscaling=Autoscaling(make, 1, 4, 1.0, 1.0),
         )
         assert {role: sizes[-1].replicas for role, sizes in done.sizes.items()} == {
@@ -156,11 +140,10 @@ class TestCluster:
         policy = Timetable({})
         done = run_with(policy, arrivals([0.5] * 40))
         last = policy.loads[-1]
-        met = attained(done.requests, stages(done.requests), TPOTMetric.MEAN)
         # What replicas report is corrected by what they have learnt of the noise.
         assert last.asked_s == pytest.approx(last.asked * MODEL.work_s(100, 0), rel=0.05)
         assert last.judged <= last.asked <= 40
-        assert last.attained <= met.sum()
+        assert last.attained <= met(done).sum()
 
     def test_head_room_follows_a_load_up_and_down(self) -> None:
         gaps = [*[1.0] * 60, *[0.05] * 1000, *[1.0] * 240]
@@ -172,43 +155,10 @@ class TestCluster:
         assert not done.requests.failures
 
 
-@pytest.mark.parametrize(
-    ("ends", "met"),
-    [
-        ((0.5, 0.6, 0.7), True),
-        ((1.5, 1.6, 1.7), False),
-        ((0.5, 0.8, 1.1), False),
-        ((0.5, 0.6, float("nan")), False),
-    ],
-)
-def test_judged_as_the_summary_judges(ends: tuple[float, ...], met: bool) -> None:
-    requests = Requests(arrivals([0.0], output=3))
-    requests.emitted_s[:] = ends
-    judged = Judged(requests)
-    judged.ended(0)
-    assert (judged.count, judged.attained) == (1, met)
-    assert attained(requests, stages(requests), TPOTMetric.MEAN).tolist() == [met]
-
-
 def test_requests_without_an_objective_are_not_judged() -> None:
-    judged = Judged(Requests(arrivals([0.0], slo=SLO())))
-    judged.ended(0)
-    assert judged.count == 0
-
-
-def test_a_request_of_several_stages_is_judged_by_all_of_them() -> None:
-    slow, fast = Stage(2, OBJECTIVE), Stage(1, SLO(ttft_s=0.5))
-    made = Arrival.of_stages(0.0, 10, [slow, fast])
-    verdicts: list[tuple[float, ...]] = [(0.1, 0.2, 0.6), (0.1, 0.2, 0.8)]
-    found: list[float] = []
-    for times in verdicts:
-        requests = Requests(Workload("stages", (made,)))
-        requests.emitted_s[:] = times
-        judged = Judged(requests)
-        judged.ended(0)
-        found.append(judged.attained)
-        assert attained(requests, stages(requests), TPOTMetric.MEAN).tolist() == [bool(found[-1])]
-    assert found == [1, 0]
+    counted = SLOCounter(Requests(arrivals([0.0], slo=SLO())))
+    counted.ended(0)
+    assert counted.count == 0
 
 
 PHASE_S = 15.0
@@ -222,14 +172,13 @@ def test_roles_change_with_the_mix_and_no_request_is_lost(monkeypatch: pytest.Mo
     slo = SLO(ttft_s=1.0, tpot_s=0.0055)
     prompts = [(number / 30, 1_500, 60) for number in range(int(30 * PHASE_S))]
     answers = [(PHASE_S + number / 25, 50, 400) for number in range(int(25 * PHASE_S))]
-    result = simulate_cluster(
+    result = clustered(
         workload(*prompts, *answers, slo=slo),
-        batch("slidebatching"),
-        route("most_gain"),
-        EXACT,
-        cluster=ClusterConfig(replicas=4),
-        incidents=[Failure(PHASE_S, 0, down_s=2.0)],
-        admission=make_admission("moore_hodgson"),
+        ClusterConfig(replicas=4),
+        Failure(PHASE_S, 0, down_s=2.0),
+        policy="slidebatching",
+        router="most_gain",
+        admission="moore_hodgson",
         roles=RoleShares(),
     )
     assert not result.requests.failures

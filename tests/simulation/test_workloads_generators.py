@@ -21,15 +21,13 @@ from sluice.simulation.generators import (
     MakeArrivals,
     OnOff,
     Poisson,
-    Recorded,
     Slowdown,
     Surges,
     Task,
     always,
-    fixed,
     generate,
 )
-from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.workload import Workload
 
 DRAWN = 200_000
 
@@ -152,18 +150,6 @@ def test_a_day_or_a_surge_that_is_none_is_refused() -> None:
 
 def test_all_at_once() -> None:
     assert not gaps(AtOnce()).any()
-
-
-def test_recorded_times_are_stretched_to_the_rate() -> None:
-    trace = fixed(1, 1, Gamma(3.0, cv=4.0), 1000, seed=1)
-    process = Recorded(6.0, trace)
-    assert 1 / gaps(process, 1000).mean() == pytest.approx(6.0)
-    bursts = gaps(process, 1000)
-    assert bursts.std() / bursts.mean() > 2  # Stretching keeps bursts.
-    with pytest.raises(ValueError, match="has 1000 requests, not 1001"):
-        process.times(1001, np.random.default_rng(1))
-    with pytest.raises(ValueError, match="has no rate"):
-        Recorded(1.0, Workload("one", (Arrival(0, 1, 1, SLO()),)))
 
 
 @pytest.mark.parametrize("make", [Poisson, Gamma, OnOff, Diurnal, Surges, partial(Gamma, cv=0.0)])
@@ -306,12 +292,6 @@ def test_chat_and_code_are_judged_each_in_its_way() -> None:
     assert max(a.prompt_tokens for a in workload.arrivals) < 2000
 
 
-def test_fixed_requests_are_alike() -> None:
-    workload = fixed(512, 1, Poisson(3.0), 100, seed=9)
-    (like,) = {arrival._replace(arrival_s=0.0) for arrival in workload.arrivals}
-    assert like == Arrival(0.0, 512, 1, SLO(), "fixed")
-
-
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
@@ -321,7 +301,7 @@ def test_fixed_requests_are_alike() -> None:
         (partial(settings.flowprefill_single, "x", 1, 1), "no model 'x'"),
         (partial(settings.proserve, "x", 1, 1, 1), "no dataset 'x'; there are sharegpt"),
         (partial(generate, "none", [], AtOnce(), 1, 1), "needs tasks with positive shares"),
-        (partial(fixed, 1, 1, AtOnce(), 0, 1), "requests must be at least 1"),
+        (partial(settings.chat_and_code, 0, 1), "requests must be at least 1"),
     ],
 )
 def test_what_does_not_exist_is_refused(make: partial[Workload], complaint: str) -> None:
