@@ -150,11 +150,11 @@ class Calls:
                 charge = self._limiter.reserve(call.client, prompt_tokens, expected)
         except ApiError as error:
             fleets.edge.refused(endpoint, error.reason, arrival.client)
-            telemetry.refused(arrival, endpoint, error.reason, span)
+            telemetry.ended_early(arrival, endpoint, error.reason, span)
             return error.response(endpoint)
         except ClientDisconnect:
             fleets.edge.left_early(endpoint, arrival.client)
-            telemetry.left_early(arrival, endpoint, span)
+            telemetry.ended_early(arrival, endpoint, None, span)
             return Response(status_code=400)  # never read: the client has left
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)

@@ -19,7 +19,7 @@ from sluice.router.batches.api import (
     MIN_S,
 )
 from sluice.router.config import RouterConfig
-from sluice.router.errors import RULES
+from sluice.router.errors import Reason
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
@@ -69,7 +69,7 @@ _ERRORS: Final[dict[str, Schema]] = {
         "description": HTTPStatus(status).phrase,
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
     }
-    for status in sorted({rule.status for rule in RULES.values()})
+    for status in sorted({reason.status for reason in Reason})
 }
 
 _SUMMARIES: Final[dict[Endpoint, str]] = {

@@ -409,7 +409,7 @@ class LineCaller:
             fleet = await self._fleets.find(call.model, call.client.caps.models, endpoint)
         except ApiError as error:
             self._fleets.edge.refused(endpoint, error.reason, arrival.client)
-            self._telemetry.refused(arrival, endpoint, error.reason)
+            self._telemetry.ended_early(arrival, endpoint, error.reason)
             raise
         return replace(call, best_effort=True), fleet
 
@@ -436,7 +436,7 @@ class LineCaller:
                 body = with_tier(body, call.endpoint, call.service_tier, streams=False)
             return Reply(status, call.request_id, body, no_room, call.clamped)
         except ApiError as error:
-            outcome = None if _is_no_room(error) else Outcome.of_status(error.rule.status)
+            outcome = None if _is_no_room(error) else Outcome.of_status(error.reason.status)
             reason = error.reason
             raise
         except asyncio.CancelledError:
@@ -468,11 +468,11 @@ def _failed(error: Exception, arrival: Arrival, endpoint: Endpoint) -> Reply:
         error = ApiError(Reason.INTERNAL, "The router failed; see its log for the cause.")
     body = json.dumps(error.document(endpoint)).encode()
     final = error.reason is Reason.REQUEST_SUSPECTED
-    return Reply(error.rule.status, arrival.request_id, body, _is_no_room(error), final=final)
+    return Reply(error.reason.status, arrival.request_id, body, _is_no_room(error), final=final)
 
 
 def _is_no_room(error: ApiError) -> bool:
-    return error.reason in _NO_ROOM or error.rule.status == _TOO_MANY
+    return error.reason in _NO_ROOM or error.reason.status == _TOO_MANY
 
 
 def _pause_s(first_s: float, times: int) -> float:

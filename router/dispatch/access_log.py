@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sluice.protocol.requests import Endpoint
-from sluice.router.errors import RULES, Reason
+from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, Outcome, RequestFigures
 from sluice.telemetry.logs import LogsConfig
 from sluice.telemetry.tracing import CONTEXT_HEADERS, Attribute, Span, Tracer, attribute_of
@@ -50,35 +50,23 @@ class Telemetry:
             )
         return span
 
-    def refused(
-        self, arrival: Arrival, endpoint: Endpoint, reason: Reason, span: Span | None = None
+    def ended_early(
+        self, arrival: Arrival, endpoint: Endpoint, reason: Reason | None, span: Span | None = None
     ) -> None:
-        """A request ended before its class was known."""
-        outcome = Outcome.of_status(RULES[reason].status)
-        if self._lines == "none":
-            pass
-        elif self._lines == "all" or outcome is not Outcome.CLIENT_ERROR:
+        """A request ended before its class was known. ``None``: its client left."""
+        outcome = Outcome.CANCELLED if reason is None else Outcome.of_status(reason.status)
+        quiet = outcome in (Outcome.CANCELLED, Outcome.CLIENT_ERROR)
+        if self._lines == "all" or (self._lines == "failed" and not quiet):
             fields = {
                 "outcome": outcome.value,
-                "reason": reason.value,
+                **({} if reason is None else {"reason": reason.value}),
                 "endpoint": endpoint,
                 "client": arrival.client.name,
-                **_theirs(arrival),
             }
+            if arrival.client_request_id:
+                fields["client_request_id"] = arrival.client_request_id
             _line(outcome, arrival.request_id, fields, span)
         _end(span, outcome, reason)
-
-    def left_early(self, arrival: Arrival, endpoint: Endpoint, span: Span | None = None) -> None:
-        """A client left before its request's class was known."""
-        if self._lines == "all":
-            fields = {
-                "outcome": Outcome.CANCELLED.value,
-                "endpoint": endpoint,
-                "client": arrival.client.name,
-                **_theirs(arrival),
-            }
-            _line(Outcome.CANCELLED, arrival.request_id, fields, span)
-        _end(span, Outcome.CANCELLED, None)
 
     def ended(
         self, call: Call, figures: RequestFigures, reason: Reason | None, answer: Answer | None
@@ -105,11 +93,6 @@ class Telemetry:
     def put_off(self, call: Call, reason: Reason | None) -> None:
         """A batch's line found no room, and is tried again: it has not ended, its span has."""
         _end(call.span, Outcome.REFUSED, reason)
-
-
-def _theirs(of: Arrival | Call) -> dict[str, str]:
-    """The client's own id of the request, where it gave one."""
-    return {"client_request_id": of.client_request_id} if of.client_request_id else {}
 
 
 def _fields(

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from sluice.protocol.requests import Endpoint
 from sluice.router.dispatch.dispatcher import Dispatcher
+from sluice.router.dispatch.placement import retrieved
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of
@@ -38,7 +39,7 @@ class Recent(Generic[Value]):
         task = self._task
         if task is None or (task.done() and self._clock() - self._made_s >= self._ttl_s):
             task = self._task = asyncio.create_task(self._run())
-            task.add_done_callback(_noted)
+            task.add_done_callback(retrieved)
         return await asyncio.shield(task)
 
     def drop(self) -> None:
@@ -50,12 +51,6 @@ class Recent(Generic[Value]):
             return await self._make()
         finally:
             self._made_s = self._clock()
-
-
-def _noted(task: asyncio.Task[Value]) -> None:
-    """Mark a failure as retrieved: the waiting callers get it, and without any it is not logged."""
-    if not task.cancelled():
-        task.exception()
 
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
 from math import inf
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router import wire
@@ -298,7 +298,7 @@ class ColdStarts:
         """The start that is under way, or a new one."""
         if self._start is None or self._start.done():
             self._start = asyncio.create_task(self._started(decision))
-            self._start.add_done_callback(_retrieved)
+            self._start.add_done_callback(retrieved)
         return self._start
 
     async def _started(self, decision: RouteDecision) -> None:
@@ -348,7 +348,7 @@ class ColdStarts:
         return ApiError(Reason.MODEL_STARTING, message, retry_after_s=decision.starts_in_s)
 
 
-def _retrieved(task: asyncio.Task[None]) -> None:
+def retrieved(task: asyncio.Task[Any]) -> None:
     """Mark a failure as retrieved, so that asyncio does not log it if no one waits."""
     if not task.cancelled():
         task.exception()

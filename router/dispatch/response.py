@@ -232,7 +232,7 @@ class CallResponse(Response):
             assert error is not None
             self._metrics.admission.refused(error.reason, call.slo.service_class)
             await error.response(call.endpoint, self._own_headers(None))(scope, receive, send)
-            return Outcome.of_status(error.rule.status)
+            return Outcome.of_status(error.reason.status)
         if not streams:
             return await self._whole(answer, scope, receive, send)
         last = error.event(call.endpoint) if error is not None else b""

@@ -297,7 +297,7 @@ class IngressMiddleware:
         except ApiError as error:
             if endpoint is not None:
                 self._metrics.refused(endpoint, error.reason, arrival.client)
-                self._telemetry.refused(arrival, endpoint, error.reason)
+                self._telemetry.ended_early(arrival, endpoint, error.reason)
             await error.response(endpoint_at(path))(scope, receive, send_named)
             return has_access
         if endpoint is None:

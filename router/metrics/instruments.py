@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 from sluice.protocol.requests import POOLING, Endpoint, ResponseTail
-from sluice.router.errors import RULES, Reason
+from sluice.router.errors import Reason
 from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client
 from sluice.router.wire import NO_CLASS
 from sluice.scheduling.request.objective import SLO, EarnedGain, Times, TokenClock
@@ -291,7 +291,7 @@ class AdmissionMetrics:
 
     def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
         """Count an unserved request; of client errors only exceeded limits are refusals."""
-        if RULES[reason].status in _REFUSING:
+        if reason.status in _REFUSING:
             self._refusals(service_class, reason.value).inc()
 
     def over_share(self, client: str) -> None:
@@ -609,7 +609,7 @@ class RouterMetrics:
 
     def refused(self, endpoint: Endpoint, reason: Reason, client: Client = ANYONE) -> None:
         """Count a request that was refused before its class was known."""
-        self._ended_early(endpoint, Outcome.of_status(RULES[reason].status), client)
+        self._ended_early(endpoint, Outcome.of_status(reason.status), client)
         self.admission.refused(reason)
 
     def left_early(self, endpoint: Endpoint, client: Client) -> None:

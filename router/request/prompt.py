@@ -124,21 +124,14 @@ def longest_ids(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, int]:
 
 def output_limit(endpoint: Endpoint, body: dict[str, Any]) -> int:
     """Maximum tokens over all prompts and choices; 0: the model's length bounds it."""
-    if endpoint == "chat":
-        tokens = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-    elif endpoint == "completions":
-        stated = body.get("max_tokens")
+    tokens = 1 if endpoint in POOLING else None
+    for field in _OUTPUT_FIELDS.get(endpoint, ()):
+        if tokens is None:
+            tokens = body.get(field)
+    if endpoint == "completions":
         # With 0 the engine makes one, which it does not send.
-        tokens = COMPLETION_TOKENS if stated is None else max(1, stated)
-    elif endpoint == "responses":
-        tokens = body.get("max_output_tokens") or 0
-    elif endpoint == "messages":
-        tokens = body.get("max_tokens") or 0
-    elif endpoint in SPEECH:
-        tokens = body.get("max_completion_tokens") or 0
-    elif endpoint in POOLING:
-        tokens = 1
-    else:
+        tokens = COMPLETION_TOKENS if tokens is None else max(1, tokens)
+    if not tokens:
         return 0
     return min(tokens * outputs_of(endpoint, body), MAX_OUTPUT_TOKENS)
 

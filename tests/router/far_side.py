@@ -47,7 +47,8 @@ from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
 
-Behaviour = Callable[["FarSide", str, EngineRequest], AsyncIterator[ResponseItem]]
+Items = AsyncIterator[ResponseItem]
+Behaviour = Callable[["FarSide", str, EngineRequest], Items]
 
 CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 COMPLETION_BODY = {"model": "m", "prompt": "hello there"}
@@ -66,7 +67,7 @@ def event(text: str, request_id: str, last: bool = False) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-async def serve(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def serve(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """A replica that works: three tokens, streamed or plain."""
     if request.body.get("stream"):
         yield ResponseHead(200, "text/event-stream", replica)
@@ -89,13 +90,13 @@ async def serve(side: FarSide, replica: str, request: EngineRequest) -> AsyncIte
     yield ResponseTail(5, len(WORDS), (0.1, 0.2, 0.3))
 
 
-async def hang(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def hang(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """A long prefill."""
     await asyncio.Event().wait()
     yield ResponseHead(200, "application/json", replica)
 
 
-async def stall(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def stall(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """One token, and then none."""
     yield ResponseHead(200, "text/event-stream", replica)
     yield ResponseChunk(event("one", request.request_id), 1)
@@ -105,9 +106,7 @@ async def stall(side: FarSide, replica: str, request: EngineRequest) -> AsyncIte
 def answer(status: int, body: bytes, media_type: str = "application/json") -> Behaviour:
     """A replica that answers with this."""
 
-    async def behaviour(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def behaviour(side: FarSide, replica: str, request: EngineRequest) -> Items:
         yield ResponseHead(status, media_type, replica)
         yield ResponseChunk(body)
         yield ResponseTail(0, 0)
@@ -118,9 +117,7 @@ def answer(status: int, body: bytes, media_type: str = "application/json") -> Be
 def fail(error: ReplicaFailedError, after: int = 0) -> Behaviour:
     """A replica that fails, ``after`` a head and so many tokens if that is positive."""
 
-    async def behaviour(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def behaviour(side: FarSide, replica: str, request: EngineRequest) -> Items:
         if after:
             yield ResponseHead(200, "text/event-stream", replica)
             await side.let_go()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from sluice.protocol.requests import EngineRequest, ResponseItem
+from sluice.protocol.requests import EngineRequest
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.errors import RULES, Reason
+from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.router.far_side import (
@@ -21,6 +20,7 @@ from tests.router.far_side import (
     Edge,
     FarController,
     FarSide,
+    Items,
     answer,
     fail,
     hang,
@@ -249,15 +249,6 @@ async def test_what_no_replica_can_ever_hold_is_refused_without_a_time(name: str
     assert response.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
-async def test_the_official_client_sees_a_rate_limit() -> None:
-    config = CONFIG.model_copy(update={"default_class": "strict"})
-    edge = Edge(FarSide(a=serve), FarController(unattainable()), config)
-    async with served(edge, KEY) as client:
-        with pytest.raises(openai.RateLimitError) as caught:
-            await client.chat.completions.create(model="m", messages=CHAT_BODY["messages"])  # type: ignore[arg-type]
-    assert caught.value.code == "slo_unattainable"
-
-
 @pytest.mark.parametrize(("name", "wait_s", "asked"), [("strict", None, 1), ("strict", 0.01, 3)])
 async def test_the_official_client_repeats_only_what_may_be_promised_later(
     name: str, wait_s: float | None, asked: int
@@ -271,6 +262,7 @@ async def test_the_official_client_repeats_only_what_may_be_promised_later(
                 messages=CHAT_BODY["messages"],  # type: ignore[arg-type]
             )
     assert len(edge.controller.queries) == asked
+    assert caught.value.code == "slo_unattainable"
     headers = caught.value.response.headers
     assert ("retry-after" in headers) is (asked > 1)
     assert headers.get("x-should-retry") == (None if asked > 1 else "false")
@@ -308,9 +300,7 @@ async def test_kept_and_missed_promises_are_counted() -> None:
 async def test_a_promise_covers_every_objective(tpot_ms: int, broken: bool) -> None:
     clock = Clock()
 
-    async def steadily(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def steadily(side: FarSide, replica: str, request: EngineRequest) -> Items:
         async for item in serve(side, replica, request):
             yield item
             await settle()  # the router has it
@@ -354,9 +344,7 @@ async def test_a_promise_counts_where_another_replica_serves_as_best_effort(
 ) -> None:
     clock = Clock()
 
-    async def dies(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def dies(side: FarSide, replica: str, request: EngineRequest) -> Items:
         clock.now_s += pause_s
         raise BROKEN
         yield
@@ -404,7 +392,3 @@ async def test_a_promise_is_kept_where_the_client_leaves_after_its_first_token()
     client.leave()
     await client.task
     assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 0)
-
-
-def test_every_reason_has_a_rule() -> None:
-    assert RULES.keys() == set(Reason)

@@ -201,7 +201,7 @@ async def test_a_wait_ends_with_its_reason_wherever_in_the_line(
         assert queue.errors == {}
     await queue.time.advance(0.002)
     assert queue.errors[number].reason is reason
-    assert queue.errors[number].rule.status == 429
+    assert queue.errors[number].reason.status == 429
     if due_s > 0:
         assert queue.errors[number].document()["error"]["retry_after_ms"] == 400
     assert number not in queue.served
@@ -327,50 +327,27 @@ async def test_without_an_answer_the_wait_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slo", "wait_s", "reason"),
+    ("stated", "ends_s", "reason"),
     [
-        ({"ttft_ms": 2_000}, 2.0, Reason.DEADLINE_PASSED),
+        ({"ttl": "1500ms"}, 1.5, Reason.QUEUE_TIMEOUT),
+        ({"ttl": "1h"}, 3.0, Reason.QUEUE_TIMEOUT),
+        ({"ttl": "2.5s", "ttft_ms": 2_000}, 2.0, Reason.DEADLINE_PASSED),
         ({"e2e_ms": 1_000}, 1.0, Reason.DEADLINE_PASSED),
-        ({}, 3.0, Reason.QUEUE_TIMEOUT),
     ],
+    ids=str,
 )
-async def test_a_wait_that_is_too_long_ends_with_a_429_that_says_why(
-    slo: dict[str, Any], wait_s: float, reason: Reason
-) -> None:
-    time = VirtualTime()
-    edge = edge_of(unattainable(), clock=time)
-    answered = asyncio.create_task(post(edge, slo={"class": "patient", **slo}))
-    await time.advance(0.99 * wait_s)
-    assert not answered.done()
-    await time.advance(0.02 * wait_s)
-    response = await answered
-    assert response.status_code == 429
-    assert response.json()["error"]["code"] == reason
-    assert response.json()["error"]["retry_after_ms"] == 2250
-    assert edge.side.calls == []
-    labels = {"class": "patient", "reason": reason.value}
-    assert edge.sample("sluice_refusals_total", **labels) == 1
-
-
-@pytest.mark.parametrize(
-    ("ttl", "ends_s", "reason"),
-    [
-        ("1500ms", 1.5, Reason.QUEUE_TIMEOUT),
-        ("1h", 3.0, Reason.QUEUE_TIMEOUT),
-        ("2.5s", 2.0, Reason.DEADLINE_PASSED),
-    ],
-)
-async def test_a_queue_ttl_shortens_the_wait_that_the_class_allows_and_never_extends_it(
-    ttl: str, ends_s: float, reason: Reason
+async def test_a_wait_ends_by_the_objective_the_class_or_an_earlier_queue_ttl(
+    stated: dict[str, Any], ends_s: float, reason: Reason
 ) -> None:
     """A request as a client of the llm-d router sends it; its class allows 3 s."""
     time = VirtualTime()
     edge = edge_of(unattainable(), clock=time)
-    headers = {"x-llm-d-inference-objective": "patient", "x-llm-d-inference-ttl": ttl}
-    if reason is Reason.DEADLINE_PASSED:
-        headers["x-llm-d-slo-ttft-ms"] = "2000"
+    headers = {"x-llm-d-inference-objective": "patient"}
+    if "ttl" in stated:
+        headers["x-llm-d-inference-ttl"] = stated["ttl"]
     async with edge.client() as client:
-        sent = client.post("/v1/chat/completions", json=CHAT_BODY, headers=headers)
+        body = {**CHAT_BODY, "slo": {key: stated[key] for key in stated.keys() - {"ttl"}}}
+        sent = client.post("/v1/chat/completions", json=body, headers=headers)
         answered = asyncio.create_task(sent)
         await time.advance(0.99 * ends_s)
         assert not answered.done()
@@ -378,18 +355,8 @@ async def test_a_queue_ttl_shortens_the_wait_that_the_class_allows_and_never_ext
         response = await answered
     assert response.status_code == 429
     error = response.json()["error"]
-    assert error["code"] == reason
+    assert (error["code"], error["retry_after_ms"]) == (reason, 2250)
     if reason is Reason.QUEUE_TIMEOUT:
         assert f"within {ends_s:g} seconds" in error["message"]
-
-
-async def test_a_full_line_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.router.dispatch.placement.MAX_WAITING", 2)
-    time = VirtualTime()
-    edge = edge_of(unattainable(), clock=time)
-    calls = [asyncio.create_task(post(edge, "patient")) for _ in range(3)]
-    await settle()
-    (full,) = [await call for call in calls if call.done()]
-    assert full.json()["error"]["code"] == "queue_full"
-    await time.advance(3.0)
-    assert {(await call).status_code for call in calls} == {429}
+    labels = {"class": "patient", "reason": reason.value}
+    assert edge.sample("sluice_refusals_total", **labels) == 1

@@ -18,7 +18,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from sluice.protocol.requests import ANTHROPIC, Endpoint
 from sluice.router.config import MetricsConfig, RouterConfig
-from sluice.router.errors import RULES, ApiError, Reason
+from sluice.router.errors import ApiError, Reason
 from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.call import MAX_INLINE_BYTES
 from sluice.router.request.prompt import (
@@ -30,7 +30,7 @@ from sluice.router.request.prompt import (
     output_limit,
     prefix_of,
 )
-from sluice.router.request.validation import MAX_INPUTS, check_body, is_structured
+from sluice.router.request.validation import MAX_INPUTS, check_body
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import NO_CAPS
@@ -54,35 +54,26 @@ from tests.router.far_side import (
 SHAPE_KEYS = RouterConfig(api_keys=(SecretStr("first-key"),))
 SMALL = RouterConfig(max_body_bytes=1024)
 MESSAGE = {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "api_error",
-    503: "overloaded_error",
-    507: "api_error",
-}
-"""Anthropic's, and what is nearest to them."""
+
+
+def anthropics_type(status: int) -> str:
+    """Anthropic's, and what is nearest to them."""
+    types = {
+        **{401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
+        **{413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"},
+    }
+    return types.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_one_shape_for_each_api(reason: Reason) -> None:
     error = ApiError(reason, "It is so.", "field", retry_after_s=1.5)
-    status = RULES[reason].status
+    status = reason.status
     anthropic = json.loads(bytes(error.response("messages").body))
     assert anthropic == {
         "type": "error",
         "error": {
-            "type": TYPES[status],
+            "type": anthropics_type(status),
             "message": "It is so.",
             "code": reason.value,
             "retry_after_ms": 1500,
@@ -127,7 +118,7 @@ async def test_anthropics_errors(
     assert refused.status_code == status
     error = refused.json()
     assert error.keys() == {"type", "error"} and error["type"] == "error"
-    assert error["error"]["type"] == TYPES[status]
+    assert error["error"]["type"] == anthropics_type(status)
 
 
 async def test_a_stream_of_messages_ends_with_anthropics_error() -> None:
@@ -138,13 +129,6 @@ async def test_a_stream_of_messages_ends_with_anthropics_error() -> None:
     assert name == "event: error"
     error = json.loads(data.removeprefix("data: "))
     assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
-
-
-async def test_responses_are_not_kept_by_any_method() -> None:
-    async with Edge(FarSide(a=serve)).client() as client:
-        for method, path in (("GET", "r"), ("DELETE", "r"), ("POST", "r/cancel")):
-            unknown = await client.request(method, f"/v1/responses/{path}")
-            assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
 @pytest.mark.parametrize("name", ["api-key", "x-api-key"])
@@ -189,14 +173,6 @@ async def test_what_a_model_does_not_offer_is_refused_before_a_decision(
             assert "embeddings, tokenize" in refused.json()["error"]["message"]
             assert not [name for name in refused.headers if name.startswith("x-sluice-adm")]
         assert (edge.controller.queries, side.calls) == ([], [])
-
-
-async def test_an_engines_refusal_promises_nothing() -> None:
-    edge = Edge(FarSide(a=answer(400, b'{"error": {}}')), FarController("a"))
-    async with edge.client() as client:
-        refused = await client.post("/v1/completions", json=COMPLETION_BODY)
-    assert refused.status_code == 400
-    assert not {"x-sluice-admission", "x-sluice-promised-ttft-ms"} & set(refused.headers)
 
 
 # Messages as Anthropic's API has them, and scores: what is refused, how long they count, and which
@@ -311,29 +287,6 @@ def test_a_conversation_shares_its_prefix_with_what_its_system_says() -> None:
     assert not prefix_of("score", SCORE).hashes
 
 
-@pytest.mark.parametrize(
-    ("choice", "structured"),
-    [
-        ({"type": "auto"}, False),
-        ({"type": "none"}, False),
-        ({"type": "any"}, True),
-        ({"type": "tool", "name": "f"}, True),
-        ({"type": "function", "function": {"name": "f"}}, True),
-        ({}, True),
-        ("required", True),
-        ("auto", False),
-    ],
-)
-def test_a_choice_of_tools_that_demands_a_call_is_structured(choice: Any, structured: bool) -> None:
-    assert is_structured({**SAID, "tool_choice": choice}) == structured
-
-
-def test_a_schema_in_the_output_is_structured() -> None:
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    assert is_structured({**SAID, "output_config": {"format": form}})
-    assert not is_structured({**SAID, "output_config": {"effort": "low"}})
-
-
 ENDPOINTS = {"/v1/chat/completions": CHAT_BODY, "/v1/completions": COMPLETION_BODY}
 BROKEN = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 
@@ -343,7 +296,7 @@ def check_error(response: httpx.Response, status: int, code: Reason) -> dict[str
     error: dict[str, Any] = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] == code
-    assert RULES[code].status == status
+    assert code.status == status
     assert len(response.headers["x-sluice-request-id"]) == 32
     return error
 
@@ -372,25 +325,13 @@ async def test_a_plain_answer_names_replica_class_and_request(path: str) -> None
     assert request.slo == SLO(0.5, 0.025, None, 4, "interactive")
 
 
-async def test_a_stream_is_handed_on_whole() -> None:
-    edge = Edge(FarSide(a=serve))
-    async with edge.client() as client:
-        response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
-    assert response.headers["content-type"].startswith("text/event-stream")
-    assert response.headers["x-sluice-replica"] == "a"
-    assert response.headers["x-sluice-class"] == "standard"
-    *chunks, done = events(response)
-    assert done == "[DONE]"
-    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
-    assert text == "one two three"
-
-
 async def test_an_engines_4xx_passes_through() -> None:
     body = b'{"error": {"message": "no such model", "type": "NotFoundError", "code": 404}}'
-    edge = Edge(FarSide(a=answer(404, body)))
+    edge = Edge(FarSide(a=answer(404, body)), FarController("a"))
     async with edge.client() as client:
         response = await client.post("/v1/completions", json={**COMPLETION_BODY, "stream": True})
     assert (response.status_code, response.content) == (404, body)
+    assert not {"x-sluice-admission", "x-sluice-promised-ttft-ms"} & set(response.headers)
     assert response.headers["x-sluice-replica"] == "a"
     labels = {"class": "standard", "outcome": "client_error", "endpoint": "completions"}
     assert edge.sample("sluice_requests_total", **labels) == 1
@@ -444,17 +385,9 @@ async def test_a_bug_is_a_500_in_the_same_shape() -> None:
     assert edge.metrics.in_flight._value.get() == 0
 
 
-BAD_BODIES = [
-    {"slo": {"ttft_ms": -1}},
-    {"slo": {"unknown": 1}},
-    {"service_tier": "gold"},
-    {"n": 0},
-    {"kv_transfer_params": {}},
-    {"model": ""},
-]
-
-
-@pytest.mark.parametrize("change", BAD_BODIES)
+@pytest.mark.parametrize(
+    "change", [{"slo": {"ttft_ms": -1}}, {"service_tier": "gold"}, {"n": 0}, {"model": ""}]
+)
 @pytest.mark.parametrize("path", ENDPOINTS)
 async def test_nothing_bad_reaches_a_replica(path: str, change: dict[str, Any]) -> None:
     edge = Edge(FarSide(a=serve))
@@ -522,16 +455,6 @@ async def test_large_bodies_are_read_off_the_event_loop_one_at_a_time(
     assert edge.side.calls[-1][1].body == large
 
 
-async def test_what_is_wrong_with_a_large_body_is_told() -> None:
-    messages = [{"role": "user"}] * 4_097
-    async with Edge(FarSide(a=serve)).client() as client:
-        response = await client.post(
-            "/v1/chat/completions", json={"model": "m", "messages": messages}
-        )
-    error = check_error(response, 400, Reason.INVALID_VALUE)
-    assert error["message"] == "messages must be at most 4096 messages, got 4097"
-
-
 async def test_a_body_without_a_length_is_limited_while_it_is_read() -> None:
     edge = Edge(FarSide(a=serve), config=RouterConfig(max_body_bytes=1024))
     sent = 0
@@ -578,9 +501,6 @@ async def test_wrong_addresses(method: str, path: str, status: int, code: Reason
         check_error(await client.request(method, path), status, code)
 
 
-SLASHES = ["", "/"]
-"""At the end of a path it changes nothing."""
-
 KEYS = RouterConfig(
     api_keys=(SecretStr("first-key"), SecretStr("second-key")),
     metrics=MetricsConfig(keys=(SecretStr("metrics-key"),)),
@@ -588,25 +508,17 @@ KEYS = RouterConfig(
 
 
 @pytest.mark.parametrize(
-    "headers",
+    "key",
     [
-        {},
-        {"authorization": "first-key"},
-        {"authorization": "Basic first-key"},
-        {"authorization": "Bearer"},
-        {"authorization": "Bearer "},
-        {"authorization": "Bearer first-ke"},
-        {"authorization": "Bearer first-key2"},
-        {"authorization": "Bearer first-key second-key"},
+        *(None, "first-key", "Basic first-key", "Bearer", "Bearer ", "Bearer first-ke"),
+        *("Bearer first-key2", "Bearer first-key second-key"),
     ],
 )
-@pytest.mark.parametrize("slash", SLASHES)
-async def test_without_a_key_nothing_but_health_is_open(
-    headers: dict[str, str], slash: str
-) -> None:
+@pytest.mark.parametrize("slash", ["", "/"])
+async def test_without_a_key_nothing_but_health_is_open(key: str | None, slash: str) -> None:
     edge = Edge(FarSide(a=serve), config=KEYS)
     async with edge.client() as client:
-        client.headers = httpx.Headers(headers)
+        client.headers = httpx.Headers({} if key is None else {"authorization": key})
         for method, path in [
             ("POST", "/v1/chat/completions"),
             ("GET", "/v1/models"),
@@ -623,21 +535,12 @@ async def test_without_a_key_nothing_but_health_is_open(
     assert edge.side.calls == []
 
 
-async def test_two_keys_at_once_are_refused() -> None:
-    async with Edge(FarSide(a=serve), config=KEYS).client() as client:
-        header = ("authorization", "Bearer first-key")
-        response = await client.get("/v1/models", headers=[header, header])
-    assert response.status_code == 401
-
-
 @pytest.mark.parametrize("value", ["Bearer first-key", "bearer second-key"])
-@pytest.mark.parametrize("slash", SLASHES)
-async def test_every_configured_key_opens(value: str, slash: str) -> None:
+async def test_every_configured_key_opens(value: str) -> None:
     async with Edge(FarSide(a=serve), config=KEYS).client() as client:
         client.headers["authorization"] = value
-        assert (await client.get("/v1/models" + slash)).status_code == 200
-        path = "/v1/completions" + slash
-        assert (await client.post(path, json=COMPLETION_BODY)).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.post("/v1/completions", json=COMPLETION_BODY)).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["", "two words", "tab\t", "clé"])
@@ -651,12 +554,6 @@ def test_the_mask_of_a_key_is_not_a_key(key: str) -> None:
     with pytest.raises(ValidationError, match="asterisks only: that is the mask which `sluice con"):
         RouterConfig(api_keys=(SecretStr("first-key"), SecretStr(key)))
     RouterConfig(api_keys=(SecretStr(key + "x"),))
-
-
-async def test_models_and_health_come_from_a_replica() -> None:
-    async with Edge(FarSide(a=serve)).client() as client:
-        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
-        assert (await client.get("/health")).json() == {"status": "ok"}
 
 
 async def test_while_the_first_replica_starts_every_answer_says_when_it_serves(
@@ -705,15 +602,14 @@ async def test_where_replicas_run_and_none_answers_no_start_is_predicted(
             assert response.headers["retry-after"] == "2"
 
 
-@pytest.mark.parametrize("slash", SLASHES)
-async def test_more_requests_than_allowed_are_refused_at_once(slash: str) -> None:
+async def test_more_requests_than_allowed_are_refused_at_once() -> None:
     side = FarSide(a=hang)
     edge = Edge(side, config=RouterConfig(max_in_flight=1))
     async with edge.client() as client:
         first = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
         await side.until(lambda: bool(side.live))
         assert edge.sample("sluice_in_flight_requests") == 1
-        response = await client.post("/v1/chat/completions" + slash, content=b"not even read")
+        response = await client.post("/v1/chat/completions/", content=b"not even read")
         check_error(response, 503, Reason.ROUTER_FULL)
         assert response.headers["retry-after"] == "1"
         assert (await client.get("/health")).status_code == 200
@@ -777,7 +673,11 @@ async def test_a_stream_is_measured_as_its_bytes_leave() -> None:
     edge.side.behaviours["a"] = timed
     async with edge.client() as client:
         response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
-    assert events(response)[-1] == "[DONE]"
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert text == "one two three"
     worth = {"class": "standard", "priority": "2"}
     assert edge.sample("sluice_attained_total", **worth) == 1
     assert edge.sample("sluice_tdg_gain_total", **worth, tokens="first") == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     KVHandle,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
     request_key,
 )
@@ -35,6 +33,7 @@ from tests.router.far_side import (
     Edge,
     FarController,
     FarSide,
+    Items,
     answer,
     fail,
     hang,
@@ -66,7 +65,7 @@ HANDLE = KVHandle("p", {"block": 7}, 5)
 FIRST, SECOND = request_key("r"), request_key("r.prefill")
 
 
-async def prefill(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def prefill(side: FarSide, name: str, request: EngineRequest) -> Items:
     assert request.prefill_only and not request.resumable
     yield ResponseHead(200, "application/json", name)
     yield ResponseTail(5, 0, kv_handle=HANDLE._replace(replica_id=name))
@@ -157,6 +156,9 @@ async def test_spans_say_which_part_failed() -> None:
     assert [span.name for span in spans].count("attempt") == 2
 
 
+TEXT = {"type": "text", "text": "hello"}
+
+
 @pytest.mark.parametrize(
     ("body", "split"),
     [
@@ -168,23 +170,19 @@ async def test_spans_say_which_part_failed() -> None:
         ({"prompt": ["one", "two"]}, False),
         ({"prompt": ["one"]}, True),
         ({"prompt": [1, 2, 3]}, True),
-    ],
-)
-def test_what_may_be_split(body: dict[str, Any], split: bool) -> None:
-    asked = Call("r", "completions", {**COMPLETION_BODY, **body}, SLO(), PromptSize(), 0.0)
-    assert may_split(asked) is split
-
-
-@pytest.mark.parametrize(
-    ("parts", "split"),
-    [
-        ([{"type": "text", "text": "hello"}], True),
-        ([{"type": "text", "text": "hello"}, {"type": "image_url", "image_url": "data:"}], False),
+        ([TEXT], True),
+        ([TEXT, {"type": "image_url", "image_url": "data:"}], False),
         ([{"type": "input_audio", "input_audio": {}}], False),
     ],
 )
-def test_media_are_not_split(parts: list[Any], split: bool) -> None:
-    assert may_split(call(messages=[{"role": "user", "content": parts}])) is split
+def test_what_may_be_split(body: dict[str, Any] | list[Any], split: bool) -> None:
+    """Completions by their fields, and chats by the parts of their message."""
+    asked = (
+        call(messages=[{"role": "user", "content": body}])
+        if isinstance(body, list)
+        else Call("r", "completions", {**COMPLETION_BODY, **body}, SLO(), PromptSize(), 0.0)
+    )
+    assert may_split(asked) is split
 
 
 async def test_what_may_not_be_split_is_not_asked_for() -> None:
@@ -196,25 +194,28 @@ async def test_what_may_not_be_split_is_not_asked_for() -> None:
     assert one_pool.controller.queries[0].prefill_key == 0
 
 
-@pytest.mark.parametrize("failure", [UNREACHABLE, DEAD])
-async def test_a_prompt_that_fails_is_tried_on_another_pair(failure: ReplicaFailedError) -> None:
-    router, side = edge(PAIR, OTHER_PAIR, p=fail(failure), p2=prefill, d2=serve)
+async def half(side: FarSide, name: str, request: EngineRequest) -> Items:
+    """Fails after its head."""
+    yield ResponseHead(200, "application/json", name)
+    await side.let_go()
+    raise UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    ("broken", "gone"),
+    [(fail(UNREACHABLE), []), (fail(DEAD), ["p"]), (half, []), (answer(503, b"{}"), [])],
+    ids=["unreachable", "dead", "after its head", "full"],
+)
+async def test_a_prompt_that_fails_is_tried_on_another_pair(
+    broken: Behaviour, gone: list[str]
+) -> None:
+    router, side = edge(PAIR, OTHER_PAIR, p=broken, p2=prefill, d2=serve)
     opened = await router.dispatcher.open(call())
     assert opened.head.replica_id == "d2"
     assert [name for name, _ in side.calls] == ["p", "p2", "d2"]
     assert [request.request_id for _, request in side.calls] == ["r.prefill", "r-2.prefill", "r-2"]
     assert sorted(router.controller.released) == sorted([FIRST, SECOND])
-    assert router.controller.gone == (["p"] if failure.dead else [])
-
-
-async def test_a_prompt_that_fails_after_its_head_is_tried_elsewhere() -> None:
-    async def half(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
-        yield ResponseHead(200, "application/json", name)
-        await side.let_go()
-        raise UNREACHABLE
-
-    router, _ = edge(PAIR, OTHER_PAIR, p=half, p2=prefill, d2=serve)
-    assert (await router.dispatcher.open(call())).head.replica_id == "d2"
+    assert router.controller.gone == gone
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -255,14 +256,8 @@ async def test_a_mistake_that_shows_with_the_prompt_is_the_clients() -> None:
     assert sorted(router.controller.released) == sorted([FIRST, SECOND])
 
 
-async def test_a_full_replica_of_prompts_is_left_for_another() -> None:
-    full = answer(503, b"{}")
-    router, _ = edge(PAIR, OTHER_PAIR, p=full, p2=prefill, d2=serve)
-    assert (await router.dispatcher.open(call())).head.replica_id == "d2"
-
-
 async def test_without_a_kv_handle_the_other_replica_computes_the_prompt() -> None:
-    async def bare(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def bare(side: FarSide, name: str, request: EngineRequest) -> Items:
         yield ResponseHead(200, "application/json", name)
         yield ResponseTail(5, 0)
 
@@ -357,9 +352,7 @@ async def test_pools_that_were_empty_do_not_lengthen_the_pause_after_a_failure()
     clock = VirtualTime()
     failures = iter([UNREACHABLE])
 
-    async def fails_once(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def fails_once(side: FarSide, name: str, request: EngineRequest) -> Items:
         for failure in failures:
             raise failure
         async for item in serve(side, name, request):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
 )
 from sluice.router.batches.lines import Admitted, BatchMetrics, BatchRequest, LineCaller
@@ -27,6 +25,7 @@ from tests.router.far_side import (
     Clock,
     Edge,
     FarSide,
+    Items,
     answer,
     event,
     fail,
@@ -86,12 +85,10 @@ async def test_what_was_not_served_says_how_it_ended(
     assert (ending.outcome, ending.error, ending.missed) == (outcome, error, ())
 
 
-def pace(clock: Clock, step_s: float) -> Behaviour:
+def steady(clock: Clock, step_s: float) -> Behaviour:
     """Streams 16 tokens, one each ``step_s``."""
 
-    async def behaviour(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def behaviour(side: FarSide, replica: str, request: EngineRequest) -> Items:
         yield ResponseHead(200, "text/event-stream", replica)
         for _ in range(16):
             clock.now_s += step_s
@@ -115,11 +112,11 @@ async def test_a_promised_stream_that_is_late_is_told_of_while_it_goes_on(
     decision: RouteDecision, step_s: float, told: list[tuple[float | None, float | None]]
 ) -> None:
     clock = Clock()
-    edge = edge_of(decision, side=FarSide(a=pace(clock, step_s)), clock=clock)
+    edge = edge_of(decision, side=FarSide(a=steady(clock, step_s)), clock=clock)
     response = await post(edge, stream=True, slo={"ttft_ms": 150, "tpot_ms": 100})
     notices = edge.controller.late_notices
     assert {notice.request_id for notice in notices} <= {response.headers["x-sluice-request-id"]}
-    # At 1, 2, 4, 8 and 16 tokens, and of the pace not before 8.
+    # At 1, 2, 4, 8 and 16 tokens, and of the TPOT not before 8.
     found = [(notice.ttft_s, notice.tpot_s) for notice in notices]
     assert found == [pytest.approx(each, nan_ok=True) for each in told]
     (ending,) = edge.controller.endings

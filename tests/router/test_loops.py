@@ -141,7 +141,7 @@ def test_loops_of_different_owners_are_distinct() -> None:
 def test_what_is_wrong_is_named_with_what_is_allowed(loop: object, message: str) -> None:
     with pytest.raises(ApiError) as caught:
         READER.read({"slo": {"loop": loop}}, [])
-    assert caught.value.rule.status == 400
+    assert caught.value.reason.status == 400
     assert message in str(caught.value)
 
 
@@ -153,4 +153,4 @@ def test_a_deadline_is_held_to_the_limits_of_its_key() -> None:
     strict = limits.model_copy(update={"beyond": "refuse"})
     with pytest.raises(ApiError, match=r"slo\.loop\.deadline_ms must be at least 90000 ms") as no:
         READER.read({"slo": {"loop": LOOP}}, [], strict)
-    assert no.value.rule.status == 403
+    assert no.value.reason.status == 403

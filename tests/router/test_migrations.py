@@ -4,13 +4,12 @@ virtual time."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem, request_key
+from sluice.protocol.requests import EngineRequest, ResponseHead, request_key
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
@@ -18,7 +17,7 @@ from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.placement.migration import AT_ONCE, MOST_MOVES, REST_S
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
-from tests.router.far_side import Behaviour, Edge, FarController, FarSide, FarStream, fail
+from tests.router.far_side import Behaviour, Edge, FarController, FarSide, FarStream, Items, fail
 from tests.router.test_resume import text, without_time_and_name
 from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, virtual
 
@@ -47,9 +46,7 @@ class Engines:
         self.engines = {name: SimulatedEngine(config, name, 256, loop.time) for name in names}
 
     def __getitem__(self, name: str) -> Behaviour:
-        async def behaviour(
-            side: FarSide, _: str, request: EngineRequest
-        ) -> AsyncIterator[ResponseItem]:
+        async def behaviour(side: FarSide, _: str, request: EngineRequest) -> Items:
             engine = self.engines[name]
             await engine.start()
             async with aclosing(engine.generate(request)) as items:  # type: ignore[type-var]
@@ -128,9 +125,7 @@ async def test_without_the_kv_it_is_computed_again(why: str) -> None:
     expected = await whole()
     engines = Engines("r0", "r1")
 
-    async def refusing(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def refusing(side: FarSide, name: str, request: EngineRequest) -> Items:
         if request.prefill_only and why == "silent":
             await asyncio.Event().wait()
         kind = fail(DIED) if why == "dead" else busy
@@ -149,7 +144,7 @@ async def test_without_the_kv_it_is_computed_again(why: str) -> None:
     await side.until(lambda: not side.live)
 
 
-async def busy(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def busy(side: FarSide, name: str, request: EngineRequest) -> Items:
     yield ResponseHead(503, "application/json", name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -17,7 +17,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
 )
 from sluice.router.api import make_api
@@ -28,7 +27,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import merged
 from sluice.router.serve.contract import ReplicaFailedError
-from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, LocalPage, serve
+from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, Items, LocalPage, serve
 from tests.router.virtual_time import VirtualTime
 
 
@@ -315,7 +314,7 @@ async def test_a_wrong_body_reaches_no_replica(
     assert edge.side.calls == []
 
 
-async def embed(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def embed(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """Two vectors, of which the first was there after a while."""
     yield ResponseHead(200, "application/json", replica)
     yield ResponseChunk(b'{"object": "list", "data": []}')
@@ -343,8 +342,9 @@ async def test_a_response_is_placed_by_its_input_instructions_and_limit() -> Non
             body = {**RESPONSE, "input": given, "instructions": "y" * 1000}
             answer = await client.post("/v1/responses", json={**body, "max_output_tokens": 9})
             assert answer.status_code == 200
-        gone = await client.get("/v1/responses/resp_1")
-    assert gone.status_code == 404
+        for method, path in (("GET", "r"), ("DELETE", "r"), ("POST", "r/cancel")):
+            gone = await client.request(method, f"/v1/responses/{path}")
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
     for query in edge.controller.queries:
         assert query.output_tokens == 9
         assert 1000 <= query.prompt_tokens <= 1010
@@ -385,7 +385,7 @@ async def test_an_adapter_whose_files_differ_between_replicas_is_served_by_none(
         assert await catalog.lists("other")
         with pytest.raises(ApiError, match="other files at some replicas") as caught:
             await catalog.lists("tuned")
-        assert caught.value.rule.status == 503
+        assert caught.value.reason.status == 503
         assert not await catalog.lists("unknown")
         bodies[0] = listing("tuned", "other", tuned="2", other="1")
         await time.advance(TTL_S)

@@ -24,7 +24,7 @@ def refusal(limiter: RateLimiter, who: Client) -> dict[str, Any] | None:
     try:
         limiter.count_request(who)
     except ApiError as error:
-        assert error.rule.status == 429
+        assert error.reason.status == 429
         body: dict[str, Any] = error.document()["error"]
         return body
     return None

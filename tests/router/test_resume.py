@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -18,7 +18,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
     request_key,
 )
@@ -45,6 +44,7 @@ from tests.router.far_side import (
     Edge,
     FarController,
     FarSide,
+    Items,
 )
 
 DIED = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
@@ -75,9 +75,7 @@ def simulated(
     ``outlives`` is called before, to let time pass: the call is not to be blamed for the death.
     """
 
-    async def behaviour(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def behaviour(side: FarSide, name: str, request: EngineRequest) -> Items:
         config = EngineConfig(kind="simulated", model="m", policy="fcfs", simulated=TRUTH)
         engine = SimulatedEngine(config, name, 8, asyncio.get_running_loop().time)
         await engine.start()
@@ -275,9 +273,7 @@ async def test_what_cannot_go_on_ends_with_an_error(body: dict[str, Any]) -> Non
 
 @virtual
 async def test_nor_does_what_the_engine_does_not_tell_the_tokens_of() -> None:
-    async def silent(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def silent(side: FarSide, name: str, request: EngineRequest) -> Items:
         async for item in simulated(4)(side, name, request):
             yield item._replace(token_ids=()) if isinstance(item, ResponseChunk) else item
 
@@ -300,29 +296,23 @@ async def test_attempts_of_a_stream_are_bounded() -> None:
 async def test_a_stream_that_is_not_repeated_is_not_handed_on() -> None:
     """Another seed, or another version of the engine."""
 
-    async def other(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def other(side: FarSide, name: str, request: EngineRequest) -> Items:
         prompt = {**request.body, "prompt": "something else"}
         async for item in simulated()(side, name, replace(request, body=prompt)):
             yield item
 
-    async def longer(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def longer(side: FarSide, name: str, request: EngineRequest) -> Items:
         assert request.resume is not None
         resume = request.resume._replace(chunks=(3,), token_ids=(0, 1, 2))
         async for item in simulated()(side, name, replace(request, resume=resume)):
             yield item
 
-    async def refuses(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def refuses(side: FarSide, name: str, request: EngineRequest) -> Items:
         yield ResponseHead(400, "application/json", name)
         yield ResponseChunk(b"{}")
         yield ResponseTail(0, 0)
 
-    async def ends(side: FarSide, name: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def ends(side: FarSide, name: str, request: EngineRequest) -> Items:
         yield ResponseHead(200, "text/event-stream", name)
         yield ResponseTail(0, 0)
 
@@ -335,9 +325,7 @@ async def test_a_stream_that_is_not_repeated_is_not_handed_on() -> None:
 
 @virtual
 async def test_a_prompt_that_is_refused_in_mid_stream_is_not_handed_on() -> None:
-    async def refuses(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def refuses(side: FarSide, name: str, request: EngineRequest) -> Items:
         yield ResponseHead(400, "application/json", name)
         yield ResponseChunk(b"refused")
         yield ResponseTail(0, 0)
@@ -353,9 +341,7 @@ async def test_a_prompt_that_is_refused_in_mid_stream_is_not_handed_on() -> None
 
 @virtual
 async def test_a_client_that_leaves_while_its_stream_is_resumed_stops_that() -> None:
-    async def waits(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def waits(side: FarSide, name: str, request: EngineRequest) -> Items:
         await asyncio.Event().wait()
         yield ResponseHead(200, "text/event-stream", name)
 

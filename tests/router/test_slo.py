@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -18,8 +18,7 @@ from sluice.controller.client import LOOP_TIMEOUT_S
 from sluice.deploy.config import parse_config
 from sluice.protocol.requests import Endpoint
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.dispatch.placement import ASKERS, MAX_PAUSE_S, MIN_PAUSE_S
-from sluice.router.errors import RULES, ApiError, Reason
+from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import queue_ttl_s
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
@@ -49,7 +48,7 @@ def read_staged(stages: object, **others: object) -> SLO:
 def refused_stages(stages: object, **others: object) -> str:
     with pytest.raises(ApiError) as caught:
         read_staged(stages, **others)
-    assert caught.value.rule.status == 400
+    assert caught.value.reason.status == 400
     return str(caught.value)
 
 
@@ -106,7 +105,7 @@ def test_each_stage_is_held_to_the_caps_of_its_key() -> None:
     strict = caps.model_copy(update={"beyond": "refuse"})
     with pytest.raises(ApiError, match=r"slo\.stages\[0\]\.ttft_ms must be at least 600 ms") as no:
         STAGES_READER.read({"slo": {"stages": [THINK, END]}}, [], strict)
-    assert no.value.rule.status == 403
+    assert no.value.reason.status == 403
 
 
 # What docs/slo.md says of admission, caps and errors is what happens.
@@ -122,7 +121,7 @@ def test_every_error_is_documented_with_its_status() -> None:
         for status, codes in rows
         for code in re.findall(r"`(\w+)`", codes)
     }
-    rules = {reason: rule.status for reason, rule in RULES.items()}
+    rules = {reason: reason.status for reason in Reason}
     # This one stands in a stream that has its status already.
     del rules[Reason.STREAM_BROKEN]
     assert documented == rules
@@ -136,15 +135,9 @@ def test_the_classes_of_the_example_do_what_they_are_said_to() -> None:
         "agent": "reject",
         "report": "queue",
     }
-
-
-def test_the_classes_of_the_example_state_each_anchor() -> None:
     (text,) = marked(PAGE, "check: anchors")
-    classes = parse_config(yaml.safe_load(text)).router.classes
-    anchors = {name: entry.tpot_anchor.value for name, entry in classes.items()}
-    assert anchors == {"chat": "running_max", "speech": "window", "report": "mean"}
-    rows = re.findall(r"^\| `(\w+)`", section(PAGE, "How TPOT is measured"), re.MULTILINE)
-    assert rows == ["tpot_anchor", *(anchor.value for anchor in TPOTAnchor)]
+    anchored = parse_config(yaml.safe_load(text)).router.classes
+    assert {entry.tpot_anchor for entry in anchored.values()} == set(TPOTAnchor)
 
 
 def test_the_example_of_stages_is_read_as_it_says() -> None:
@@ -187,13 +180,6 @@ async def test_the_example_of_caps_is_answered_as_it_says() -> None:
         assert response.headers[name] == value
 
 
-def test_the_figures_of_the_line_are_the_codes() -> None:
-    text = section(PAGE, "Where no replica can promise")
-    assert ASKERS == 4
-    assert "first four" in text
-    assert f"{MIN_PAUSE_S * 1000:.0f} ms to {MAX_PAUSE_S:.0f} s" in text
-
-
 CONFIG = RouterConfig(
     classes={
         "fast": ServiceClass(ttft_ms=100, tpot_ms=10, priority=5, service_tiers=("priority",)),
@@ -217,7 +203,7 @@ def read(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> SLO:
 def refused(body: dict[str, Any] | None = None, *headers: tuple[str, str]) -> ApiError:
     with pytest.raises(ApiError) as caught:
         read(body, *headers)
-    assert caught.value.rule.status == 400
+    assert caught.value.reason.status == 400
     assert caught.value.reason is Reason.INVALID_VALUE
     json.dumps(caught.value.document())
     return caught.value
@@ -303,11 +289,7 @@ def test_an_inference_objective_names_the_class(
     assert "once" in refused(body, *headers.items(), (last, "free")).message
 
 
-def test_a_class_without_objectives_promises_nothing() -> None:
-    assert read({"slo": {"class": "free"}}) == SLO(service_class="free")
-
-
-def test_the_class_says_how_a_pace_is_measured() -> None:
+def test_the_class_says_how_tpot_is_measured() -> None:
     classes = {"each": ServiceClass(tpot_ms=50, tpot_anchor="running_max"), "free": ServiceClass()}
     reader = SloReader(RouterConfig(classes=classes, default_class="free"))
     found = [
@@ -320,20 +302,7 @@ def test_the_class_says_how_a_pace_is_measured() -> None:
         ServiceClass(tpot_anchor="max")
 
 
-BAD_MS = [
-    0,
-    -1,
-    0.0,
-    float("nan"),
-    float("inf"),
-    True,
-    "100",
-    [],
-    {},
-    1e-9,
-    MAX_OBJECTIVE_MS + 1,
-    10**400,
-]
+BAD_MS = [0, -1, 0.0, nan, inf, True, "100", [], {}, 1e-9, MAX_OBJECTIVE_MS + 1, 10**400]
 
 
 @pytest.mark.parametrize("value", BAD_MS)
@@ -356,21 +325,23 @@ def test_a_bad_priority_is_named(value: Any) -> None:
         "",
         " 5",
         "5 ",
-        "nan",
-        "inf",
-        "-inf",
-        "0",
-        "-1",
-        "1e3",
-        "0x10",
-        "1_000",
-        "+5",
-        "5.",
-        "²",
         "9" * 400,
-        "abc",
-        "1,5",
-        "0.0000000001",
+        *[
+            "nan",
+            "inf",
+            "-inf",
+            "0",
+            "-1",
+            "1e3",
+            "0x10",
+            "1_000",
+            "+5",
+            "5.",
+            "²",
+            "abc",
+            "1,5",
+            "1e-9",
+        ],
     ],
 )
 @pytest.mark.parametrize("name", [*HEADERS[:3], *ALIASES])
@@ -468,7 +439,7 @@ def test_anything_is_either_an_objective_or_a_400(
     try:
         result = read({"slo": slo, "service_tier": tier}, *headers)
     except ApiError as error:
-        assert error.rule.status == 400
+        assert error.reason.status == 400
         assert error.param
         json.dumps(error.document()).encode()
     else:
@@ -500,11 +471,6 @@ def test_a_time_is_the_same_in_the_body_and_in_every_header(field: str, value: f
     headers = [name for name in (*HEADERS, *ALIASES) if name.endswith(field.replace("_", "-"))]
     told = {outcome({}, (name, str(value))) for name in headers}
     assert told == {outcome({"slo": {field: value}})}
-
-
-@given(value=st.integers(-2, 10**6))
-def test_a_priority_is_the_same_in_the_body_and_in_its_header(value: int) -> None:
-    assert outcome({}, ("x-slo-priority", str(value))) == outcome({"slo": {"priority": value}})
 
 
 @pytest.mark.parametrize("name", [*CONFIG.classes, "gold", "", "FAST", "fast ", "\xe9"])
@@ -557,7 +523,7 @@ def test_anything_is_a_queue_ttl_or_a_400(text: str) -> None:
     try:
         assert 0 < ttl_s(text) <= 86_400
     except ApiError as error:
-        assert error.rule.status == 400 and error.message.isascii()
+        assert error.reason.status == 400 and error.message.isascii()
 
 
 @given(

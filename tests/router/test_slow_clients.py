@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
 )
 from sluice.replica.profiling import VirtualLoop
@@ -28,7 +26,7 @@ from sluice.router.dispatch.response import TimeoutSend
 from sluice.router.serve.contract import StalledReaderError
 from sluice.router.tenancy.auth import ApiKey
 from sluice.router.tenancy.limits import TenantLimits
-from tests.router.far_side import CHAT_BODY, Edge, FarSide, event, stall
+from tests.router.far_side import CHAT_BODY, Edge, FarSide, Items, event, stall
 from tests.router.virtual_time import VirtualTime, settle
 
 KEY = "key-1"
@@ -72,7 +70,7 @@ class Connection:
         self.got.append(message)
 
 
-async def flows(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def flows(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """A stream of which there is always more."""
     yield ResponseHead(200, "text/event-stream", replica)
     while True:
@@ -80,7 +78,7 @@ async def flows(side: FarSide, replica: str, request: EngineRequest) -> AsyncIte
         yield ResponseChunk(event("one", request.request_id), 1)
 
 
-async def ends(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def ends(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """A whole answer, that is all there at once."""
     yield ResponseHead(200, "text/event-stream", replica)
     yield ResponseChunk(event("one", request.request_id), 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
 )
 from sluice.protocol.streams import Open
@@ -33,7 +31,7 @@ from sluice.router.request.prompt import (
 )
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import NO_CAPS
-from tests.router.far_side import Edge, FarSide, answer, fail
+from tests.router.far_side import Edge, FarSide, Items, answer, fail
 from tests.router.listening import listening
 
 PATH = "/v1/audio/transcriptions"
@@ -54,7 +52,7 @@ AUDIO = wav(1.5)
 BODY = {"model": "m", "prompt": "hi", "file": AUDIO}
 
 
-async def hear(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def hear(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """A replica that hears how long the audio is, once it has come over the wire."""
     sent = msgspec.msgpack.encode(Open.of(1, request))
     body = msgspec.msgpack.decode(sent, type=Open).asked().body

@@ -18,7 +18,7 @@ from sluice.protocol.requests import (
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.scheduling.request.objective import TPOTAnchor
 from sluice.scheduling.request.stages import Stage
-from tests.router.far_side import Clock, Edge, FarController, FarSide, serve
+from tests.router.far_side import Clock, Edge, FarController, FarSide, Items, serve
 from tests.router.test_admission import guaranteed, post, promises
 from tests.router.virtual_time import settle
 
@@ -46,9 +46,7 @@ async def test_a_stream_is_judged_by_the_anchor_of_its_class(
 ) -> None:
     clock = Clock()
 
-    async def late_second(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def late_second(side: FarSide, replica: str, request: EngineRequest) -> Items:
         begun_s, offsets_s = clock.now_s, iter(ANCHORED_S)
         async for item in serve(side, replica, request):
             if isinstance(item, ResponseChunk) and item.tokens:
@@ -80,9 +78,7 @@ async def test_times_that_a_replica_reports_are_judged_alike(
     that is not streamed. The times are the tokens' own, whenever they are reported."""
     clock = Clock()
 
-    async def reported(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def reported(side: FarSide, replica: str, request: EngineRequest) -> Items:
         clock.now_s += 0.5
         if stream:
             yield ResponseHead(200, "text/event-stream", replica)
@@ -112,9 +108,7 @@ def stages(until: object, ttft_ms: float) -> dict[str, Any]:
     return {"stages": [{"until": until, **THINK}, {"until": "end", "ttft_ms": ttft_ms}]}
 
 
-async def streamed(
-    clock: Clock, replica: str, request: EngineRequest
-) -> AsyncIterator[ResponseItem]:
+async def streamed(clock: Clock, replica: str, request: EngineRequest) -> Items:
     """Chunk by chunk; with the second one the reasoning ends."""
     begun_s = clock.now_s
     yield ResponseHead(200, "text/event-stream", replica)
@@ -125,9 +119,7 @@ async def streamed(
     yield ResponseTail(5, 4)
 
 
-async def reported(
-    clock: Clock, replica: str, request: EngineRequest
-) -> AsyncIterator[ResponseItem]:
+async def reported(clock: Clock, replica: str, request: EngineRequest) -> Items:
     """All in one report, as of a stream that an Envoy fetches."""
     clock.now_s += OFFSETS_S[-1]
     yield ResponseHead(200, "text/event-stream", replica)
@@ -135,9 +127,7 @@ async def reported(
     yield ResponseTail(5, 4)
 
 
-async def textless(
-    clock: Clock, replica: str, request: EngineRequest
-) -> AsyncIterator[ResponseItem]:
+async def textless(clock: Clock, replica: str, request: EngineRequest) -> Items:
     """As above, but the token that ends the first stage makes no event: its chunk comes with the
     next one, in one delivery or two."""
     begun_s = clock.now_s
@@ -155,9 +145,7 @@ async def textless(
     yield ResponseTail(5, 4)
 
 
-async def together(
-    clock: Clock, replica: str, request: EngineRequest
-) -> AsyncIterator[ResponseItem]:
+async def together(clock: Clock, replica: str, request: EngineRequest) -> Items:
     """The first token, and then all others in one delivery, with those of the next stage."""
     begun_s = clock.now_s
     yield ResponseHead(200, "text/event-stream", replica)
@@ -184,9 +172,7 @@ async def test_each_stage_is_held_to_its_own_objective(answer: Any, until: objec
     clock = Clock()
     asked: list[EngineRequest] = []
 
-    async def serve(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def serve(side: FarSide, replica: str, request: EngineRequest) -> Items:
         asked.append(request)
         async for item in answer(clock, replica, request):
             yield item
@@ -212,9 +198,7 @@ async def test_each_stage_is_held_to_its_own_objective(answer: Any, until: objec
 async def test_a_late_stage_is_told_while_the_request_goes_on() -> None:
     clock = Clock()
 
-    async def serve(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def serve(side: FarSide, replica: str, request: EngineRequest) -> Items:
         async for item in streamed(clock, replica, request):
             if isinstance(item, ResponseTail):
                 yield ResponseChunk(b"data: x\n\n", 4)

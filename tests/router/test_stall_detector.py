@@ -48,6 +48,7 @@ from tests.router.far_side import (
     FarController,
     FarSide,
     FarStream,
+    Items,
     attempt_at,
     hang,
     waiting_call,
@@ -88,9 +89,7 @@ def freezing(after: int, whole: Behaviour | None = None) -> Behaviour:
     serve = whole or simulated()
     left = after
 
-    async def behaviour(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def behaviour(side: FarSide, name: str, request: EngineRequest) -> Items:
         nonlocal left
         if not after and name not in side.frozen:
             side.freeze(name)
@@ -296,9 +295,7 @@ async def test_where_everything_stands_still_for_good_a_request_has_an_end(
 async def test_a_request_that_its_replica_never_got_goes_to_another() -> None:
     """The replica lives, and does not know it."""
 
-    async def never(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def never(side: FarSide, name: str, request: EngineRequest) -> Items:
         side.live.discard(request.request_id)
         await asyncio.Event().wait()
         yield ResponseHead(200, "application/json", name)
@@ -347,9 +344,7 @@ async def test_each_leg_of_a_pair_is_watched_over(frozen: str) -> None:
 
 @virtual
 async def test_a_stream_that_its_replica_has_lost_goes_on_elsewhere() -> None:
-    async def loses(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def loses(side: FarSide, name: str, request: EngineRequest) -> Items:
         left = 4
         async for item in simulated()(side, name, request):
             yield item

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.protocol.requests import EngineRequest, ResponseHead, ResponseItem
+from sluice.protocol.requests import EngineRequest, ResponseHead
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Answer, Attempt, Case, OpenAttempts
 from sluice.router.dispatch.suspicion import (
@@ -32,7 +31,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client
 from sluice.scheduling.request.objective import SLO, TokenClock
-from tests.router.far_side import Behaviour, Clock, FarSide, NoItems, attempt_at, serve
+from tests.router.far_side import Behaviour, Clock, FarSide, Items, NoItems, attempt_at, serve
 from tests.router.test_resume import DIED
 from tests.router.test_stall_detector import CHAT, edge, says_so, virtual
 
@@ -205,15 +204,12 @@ async def test_suspects_begin_one_after_the_other_and_wait_for_a_while_at_most()
         attempt("elsewhere", "r1", True, 1.0),
     )
     assert dict(begun) == {"a": 0, "b": 0.25, "c": TRIAL_S, "ordinary": 0, "elsewhere": 0}
-    assert not suspicion._trials
 
 
 def poisoned(death: bool) -> Behaviour:
     """A replica that is lost when the prompt says so."""
 
-    async def behaviour(
-        side: FarSide, name: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def behaviour(side: FarSide, name: str, request: EngineRequest) -> Items:
         if "poison" in str(request.body["messages"]):
             if death:
                 raise DIED
@@ -280,6 +276,11 @@ async def test_structured_output_takes_one_replica_at_a_time_when_it_hangs() -> 
         ({"tool_choice": "required"}, True),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
         ({"tool_choice": "none", "tools": ["x"]}, False),
+        ({"tool_choice": {"type": "auto"}}, False),
+        ({"tool_choice": {"type": "any"}}, True),
+        ({"tool_choice": {}}, True),
+        ({"output_config": {"format": {"type": "json_schema"}}}, True),
+        ({"output_config": {"effort": "low"}}, False),
     ],
 )
 def test_what_is_structured_output(body: dict[str, Any], structured: bool) -> None:

@@ -117,7 +117,7 @@ def test_a_refusal_names_the_field_and_what_is_allowed(
     with pytest.raises(ApiError) as caught:
         read(TenantLimits(beyond="refuse", **caps), body, **headers)
     error = caught.value
-    assert (error.rule.status, error.reason) == (403, Reason.NOT_PERMITTED)
+    assert (error.reason.status, error.reason) == (403, Reason.NOT_PERMITTED)
     assert error.param == param
     assert error.message == message
 
@@ -161,7 +161,7 @@ def test_nothing_that_a_client_sends_passes_its_caps(
     try:
         got, clamped, _ = READER.read(body, raw, caps)
     except ApiError as error:
-        assert (caps.beyond, error.rule.status) == ("refuse", 403)
+        assert (caps.beyond, error.reason.status) == ("refuse", 403)
         return
     assert caps.classes is None or got.service_class in caps.classes
     assert got.priority <= caps.max_priority

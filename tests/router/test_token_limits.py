@@ -81,7 +81,7 @@ def test_what_is_too_large_is_named(change: dict[str, Any]) -> None:
         with pytest.raises(ApiError, match="at most") as caught:
             check_body(endpoint, {**body, **change})
         assert caught.value.param == next(iter(change))
-        assert caught.value.rule.status == 400
+        assert caught.value.reason.status == 400
 
 
 @pytest.mark.parametrize("name", [*MAX_ENTRIES, "response_format", "structured_outputs", "text"])
@@ -204,7 +204,7 @@ def test_no_body_asks_for_more_than_is_allowed(
     try:
         held, said = hold(body, endpoint, TenantLimits(max_output_tokens=most))
     except ApiError as error:
-        assert (error.rule.status, error.param) == (400, "n")
+        assert (error.reason.status, error.param) == (400, "n")
         assert (more.get("n") or 1) * (prompts if endpoint == "completions" else 1) > most
         return
     assert 0 < output_limit(endpoint, held) <= most
@@ -215,7 +215,7 @@ def test_a_key_that_refuses_says_what_is_allowed() -> None:
     caps = TenantLimits(max_output_tokens=60, beyond="refuse")
     with pytest.raises(ApiError) as caught:
         hold({**CHAT_BODY, "max_tokens": 31, "n": 2}, caps=caps)
-    assert (caught.value.rule.status, caught.value.param) == (403, "max_tokens")
+    assert (caught.value.reason.status, caught.value.param) == (403, "max_tokens")
     assert "at most 30" in caught.value.message
     # It has not asked for any: it gets what there is.
     assert hold(CHAT_BODY, caps=caps)[1] == {"max_completion_tokens": "60"}
@@ -248,7 +248,7 @@ def test_a_long_prompt_is_refused_wherever_it_stands(
 ) -> None:
     with pytest.raises(ApiError, match="allowed are 99") as caught:
         hold({"model": "m", **body}, endpoint, TenantLimits(max_prompt_tokens=99))
-    assert caught.value.rule.status == 400
+    assert caught.value.reason.status == 400
 
 
 def test_what_to_expect_of_an_output() -> None:

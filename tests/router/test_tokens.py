@@ -183,7 +183,7 @@ async def test_a_token_that_is_not_valid_gets_401_with_the_reason(
     if case == "unknown key":
         verifier.monotonic.now_s += 1  # the keys were read too recently to read them again
     error = verifier.refusal(token)
-    assert (error.rule.status, error.reason) == (401, Reason.INVALID_TOKEN), error.message
+    assert (error.reason.status, error.reason) == (401, Reason.INVALID_TOKEN), error.message
     assert said in error.message
     header = error.response().headers["www-authenticate"]
     assert header.startswith('Bearer error="invalid_token", error_description="The token')
@@ -221,7 +221,7 @@ async def test_limits_are_those_that_the_operator_configured_for_the_claim(
     token = issuer.sign(claims)
     if priority is None:
         error = verifier.refusal(token)
-        assert error.rule.status == 403 and "claim tenant gives no access" in error.message
+        assert error.reason.status == 403 and "claim tenant gives no access" in error.message
     else:
         assert verifier.check(token.encode()).caps.max_priority == priority
 
@@ -336,18 +336,18 @@ async def test_unknown_keys_cause_one_read_in_a_while_and_a_new_key_is_found_by_
         issuer.private["two"] = ec_key()
         token = issuer.sign(kid="two").encode()
         guesses = [issuer.sign(kid=f"guess-{index}", key=ec_key()) for index in range(20)]
-        assert {verifier.refusal(guess).rule.status for guess in guesses} == {401}
+        assert {verifier.refusal(guess).reason.status for guess in guesses} == {401}
         assert len(reads) == 2, "they were read a moment ago"
         issuer.keys.append(published(issuer.private["two"], "two"))
         clock.now_s += MIN_PAUSE_S
         error = verifier.refusal(token)
-        assert (error.rule.status, error.reason) == (503, Reason.ISSUER_UNAVAILABLE)
+        assert (error.reason.status, error.reason) == (503, Reason.ISSUER_UNAVAILABLE)
         assert error.response().headers["retry-after"] == "2"
         for guess in guesses:
             verifier.refusal(guess)
         await until(lambda: not verifier._issuers[issuer.url].keys._pending)
         assert verifier.check(token).name == "acme"
-        assert {verifier.refusal(guess).rule.status for guess in guesses} == {401}
+        assert {verifier.refusal(guess).reason.status for guess in guesses} == {401}
         assert len(reads) == 4, "two answers a read, and one read for all of them"
     finally:
         watch.cancel()
@@ -425,7 +425,7 @@ async def test_discovery_leads_to_safe_keys_of_this_issuer_only(
     issuer.answer = lambda _: (200, json.dumps(whole).encode(), {})
     verifier = await reading(issuer)
     assert said in caplog.text
-    assert verifier.refusal(issuer.sign()).rule.status == 503
+    assert verifier.refusal(issuer.sign()).reason.status == 503
 
 
 async def test_an_issuer_that_does_not_answer_is_given_up(
@@ -479,10 +479,10 @@ def test_no_other_bytes_are_accepted_and_all_are_refused_in_order(data: st.DataO
     end = data.draw(st.integers(place, len(token)))
     other = token[:place] + data.draw(st.binary(max_size=8)) + token[end:]
     if other.replace(b"=", b"") != token:  # padding is not part of what is signed
-        assert verifier.refusal(other).rule.status == 401
+        assert verifier.refusal(other).reason.status == 401
     header = data.draw(st.dictionaries(st.sampled_from(["alg", "kid", "crit", "b64"]), _JSON))
     claims = data.draw(_JSON | st.dictionaries(st.sampled_from(["iss", "aud", "exp"]), _JSON))
-    assert verifier.refusal(unsigned(header, claims, b"x" * 64)).rule.status in (401, 503)
+    assert verifier.refusal(unsigned(header, claims, b"x" * 64)).reason.status in (401, 503)
 
 
 _JSON = st.recursive(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from sluice.protocol.requests import (
     KVHandle,
     ResponseChunk,
     ResponseHead,
-    ResponseItem,
     ResponseTail,
 )
 from sluice.router.config import RouterConfig
@@ -27,6 +25,7 @@ from tests.router.far_side import (
     Edge,
     FarController,
     FarSide,
+    Items,
     event,
     fail,
 )
@@ -42,7 +41,7 @@ KEYS = {"api_keys": [{"key": KEY, "name": "acme"}]}
 TAIL = ResponseTail(5, len(WORDS), queued_s=0.5, cached_tokens=4)
 
 
-async def timed(side: FarSide, replica: str, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+async def timed(side: FarSide, replica: str, request: EngineRequest) -> Items:
     """Three tokens a second apart; plain, they left the engine a second apart."""
     if request.body.get("stream"):
         yield ResponseHead(200, "text/event-stream", replica)
@@ -111,9 +110,7 @@ async def test_of_a_stream_that_broke_off_the_tokens_that_were_sent_count() -> N
 
 
 async def test_a_vector_is_no_generated_token() -> None:
-    async def embed(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def embed(side: FarSide, replica: str, request: EngineRequest) -> Items:
         yield ResponseHead(200, "application/json", replica)
         yield ResponseChunk(b"{}")
         yield ResponseTail(5, 1, (0.1,))
@@ -127,9 +124,7 @@ async def test_a_vector_is_no_generated_token() -> None:
 
 
 async def test_the_cache_and_the_queue_are_those_of_the_replica_that_computes_the_prompt() -> None:
-    async def prefill(
-        side: FarSide, replica: str, request: EngineRequest
-    ) -> AsyncIterator[ResponseItem]:
+    async def prefill(side: FarSide, replica: str, request: EngineRequest) -> Items:
         yield ResponseHead(200, "application/json", replica)
         yield ResponseTail(5, 0, queued_s=0.25, kv_handle=KVHandle("p", {}, 5), cached_tokens=1)
 
