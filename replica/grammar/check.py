@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from sluice.protocol.errors import RequestError
 from sluice.replica.grammar.backends import backend_type, constrain, usable
-from sluice.replica.processes import end_with_parent
+from sluice.replica.processes import EngineContext, end_with_parent
 
 WALK_TOKENS: Final = 192  # Tokens of each walk
 
@@ -275,7 +274,6 @@ class GrammarCheck:
         self._limit_s = limit_s
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._trials: dict[bytes, asyncio.Task[Verdict]] = {}
-        # The system ends the process with the thread that started it: this one.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
         self._process: Any = None
         self._connection: Any = None
@@ -351,7 +349,7 @@ class GrammarCheck:
         if self._process is not None and self._process.is_alive():
             return True
         self._end()
-        context = multiprocessing.get_context("spawn")
+        context = EngineContext()
         self._connection, its = context.Pipe()
         self._process = context.Process(
             target=serve, args=(its, self._config, self._limit_s), daemon=True

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from sluice.protocol.requests import Endpoint
 from sluice.replica.config import EngineConfig, TransferConfig
 from sluice.replica.private_dir import SOCKETS_VARIABLE, make_private_dir
-from sluice.replica.processes import EXTENSION, on_cpu
+from sluice.replica.processes import EXTENSION, EngineContext, on_cpu, start_fork_server
 from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.contract import ASYNC_TRANSFER, age, located
@@ -356,6 +357,21 @@ def engine_config(arguments: Any) -> Any:
     return vllm_config
 
 
+@cache
+def _fork_engines() -> None:
+    """Have vLLM fork its engines' processes from the fork server."""
+    from vllm.v1.engine import utils
+
+    start_fork_server()
+    choose = utils.get_mp_context
+
+    def context() -> EngineContext:
+        choose()  # how workers start
+        return EngineContext()
+
+    utils.get_mp_context = context
+
+
 async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     """Start the engine process and its serving layer. ``grammar_check_s``: CPU seconds of each
     phase of a check; 0: no check.
@@ -373,6 +389,8 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
 
     check_overrides("Sluice", SloScheduler, SloAsyncScheduler, WatchedLLM, BoundedGrammar)
     vllm_config = engine_config(arguments)
+    if not getattr(vllm_config.parallel_config, "numa_bind", False):  # which needs spawned ones
+        _fork_engines()
     grammars = None
     if grammar_check_s > 0 and _has_grammars(vllm_config):
         grammars = GrammarCheck(vllm_config, grammar_check_s)

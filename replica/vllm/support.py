@@ -119,6 +119,7 @@ _SERVING: Final = (
     Part(("vllm.v1.engine",), "EngineCoreOutput(_, _)"),
     Part(("vllm.v1.engine:FinishReason",), "LENGTH STOP"),
     Part(("vllm.v1.engine.exceptions",), "EngineDeadError()"),
+    Part(("vllm.v1.engine.utils",), "get_mp_context()"),
     Part(("vllm.v1.metrics.stats",), "IterationStats()"),
     Part(("vllm.sampling_params",), "RequestOutputKind SamplingParams StructuredOutputsParams"),
     Part((f"{_OPENAI}.chat_completion.protocol",), "ChatCompletionRequest"),
