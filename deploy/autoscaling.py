@@ -109,8 +109,8 @@ def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
         initial_replicas=config.initial_replicas,
         # Replicas report as often as they sample. Ray names an environment variable that is to
         # replace this field; no code of this version reads it.
-        metrics_interval_s=config.interval_s,
-        look_back_period_s=LOOK_BACK_LOOKS * config.interval_s,
+        metrics_interval_s=2.5,
+        look_back_period_s=12.5,
         upscale_delay_s=0.0,
         downscale_delay_s=0.0,
         policy=ServePolicy(

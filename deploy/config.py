@@ -407,8 +407,7 @@ def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
 
 
 def _configures_vllm(engine: EngineConfig) -> bool:
-    preempts = engine.preemption.granularity != "off"
-    return bool(engine.vllm_args) or engine.transfer is not None or preempts
+    return bool(engine.vllm_args) or engine.transfer is not None or engine.preemption
 
 
 def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +24,6 @@ from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling import make_policy as make_autoscaling
 from sluice.scheduling.batching import BestEffortOptions, make_policy
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
-from sluice.scheduling.preemption import PreemptionConfig
 from sluice.scheduling.roles import ROLES, Role
 
 
@@ -62,12 +60,6 @@ class AutoscalingConfig(BaseModel):
         description="With `min_replicas: 0`: time without a request after which the last replica "
         "is removed, seconds.",
     )
-    interval_s: float = Field(
-        default=2.5,
-        ge=0.1,
-        le=60,
-        description="Load sampling interval, seconds.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> AutoscalingConfig:
@@ -100,32 +92,12 @@ class TransferConfig(BaseModel):
         "`nixl`: vLLM's NixlConnector, where its package is installed. `auto`: `nixl` on CUDA "
         "where its package is installed, else `tcp`.",
     )
-    host: str | None = Field(
-        default=None,
-        description="IP address on which an engine offers KV; default: the node's own, as vLLM "
-        "finds it (`VLLM_HOST_IP` overrides that).",
-    )
     max_bytes: int = Field(
         default=1 << 30,
         ge=1 << 20,
         description="Max memory for KV kept or in transfer, per worker and direction, bytes. "
         "Beyond it the oldest KV is dropped, and its prompt is recomputed.",
     )
-    timeout_s: float = Field(
-        default=5.0,
-        gt=0,
-        le=60,
-        description="Timeout to fetch the KV of one prompt, seconds. After it the prompt is "
-        "recomputed.",
-    )
-
-    @field_validator("host")
-    @classmethod
-    def _check_host(cls, host: str | None) -> str | None:
-        # Another engine connects to it: 0.0.0.0 would be its own host.
-        if host is not None and ip_address(host).is_unspecified:
-            raise ValueError(f"must be an address that other nodes can reach, got {host}")
-        return host
 
 
 # LoRA adapters by vLLM's naming: requests ask for one by its name in place of the model's.
@@ -224,9 +196,10 @@ class EngineConfig(BaseModel):
         default_factory=BestEffortOptions,
         description="How best-effort requests are served, under any policy.",
     )
-    preemption: PreemptionConfig = Field(
-        default_factory=PreemptionConfig,
-        description="Preemption of a running prefill by a more urgent one. Experimental.",
+    preemption: bool = Field(
+        default=False,
+        description="A more urgent prefill preempts a running one before its next operator; "
+        "`policy` then has no effect: prefills run by S-EDF. Experimental.",
     )
     transfer: TransferConfig | None = Field(
         default=None,
@@ -245,14 +218,6 @@ class EngineConfig(BaseModel):
         "subfolder with an `adapter_config.json` is one, named as the folder. The same on every "
         "node with a replica. Needs `enable-lora` in `vllm_args`, where `max-loras` is the most "
         "that are loaded, those of `lora-modules` included.",
-    )
-    max_prompt_logprobs: int = Field(
-        default=32_768,
-        ge=1,
-        le=1 << 30,
-        description="Max log probabilities of prompt tokens in one response; a request for more "
-        "gets 400. `prompt_logprobs` of k makes k + 1 for each prompt token and choice, and so do "
-        "`logprobs` with `echo`. vLLM makes them one by one on the replica's event loop.",
     )
     grammar_check_s: float = Field(
         default=2.0,
@@ -279,9 +244,6 @@ class EngineConfig(BaseModel):
         le=2,
         description="Factor on predicted step times in the planner. Without headroom it would miss "
         "every second deadline for which it plans no slack.",
-    )
-    profile_budget_s: float = Field(
-        default=5.0, gt=0, le=600, description="Max duration of start-up profiling, seconds."
     )
     cache_dir: Path = Field(
         default=Path("~/.cache/sluice"),
@@ -323,24 +285,22 @@ class EngineConfig(BaseModel):
                 raise ValueError("adapters_dir must be an absolute path: nodes read it")
             if self.kind != "vllm" or not by_option(self.vllm_args).get("enable-lora"):
                 raise ValueError("adapters_dir needs vLLM with enable-lora: true in vllm_args")
-            if self.preemption.granularity != "off":
+            if self.preemption:
                 raise ValueError(
-                    "adapters_dir needs preemption.granularity off: an adapter is loaded between "
-                    "two batches, and a suspended prefill may still need another one"
+                    "adapters_dir needs preemption: false, as an adapter is loaded between two "
+                    "batches, and a suspended prefill may still need another one"
                 )
         return self
 
     @model_validator(mode="after")
     def _check_preemption(self) -> EngineConfig:
-        if self.preemption.granularity == "off":
+        if not self.preemption:
             return self
         if self.kind != "vllm":
-            raise ValueError(
-                "preemption.granularity must be off: only vLLM's prefills are preempted"
-            )
+            raise ValueError("preemption must be false: only vLLM's prefills are preempted")
         if self.draft_method not in (None, "ngram"):
             raise ValueError(
-                f"preemption.granularity must be off with drafts by {self.draft_method}, or the "
+                f"preemption must be false with drafts by {self.draft_method}, or the "
                 "method of speculative-config ngram: other drafters keep KV or tokens of the "
                 "requests, which a preempting prefill would not share"
             )
@@ -384,11 +344,7 @@ class PoolConfig(BaseModel):
         description="Autoscale the replicas by the load of their role, of which there must be no "
         "other pool; default: fixed at `count`.",
     )
-    num_cpus: float | None = Field(default=None, ge=0, description="Ray CPUs per replica.")
     num_gpus: float | None = Field(default=None, ge=0, description="Ray GPUs per replica.")
-    max_per_node: int | None = Field(
-        default=None, ge=1, le=100, description="Max replicas of the pool on one node."
-    )
     node_labels: dict[LabelName, LabelValue] = Field(
         default_factory=dict, max_length=16, description=_NODE_LABELS
     )

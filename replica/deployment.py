@@ -328,8 +328,6 @@ def make_engines(
     # Imported only where it runs: the import takes seconds, and simulated engines do not need vLLM.
     from sluice.replica.vllm.engine import VllmEngine, VllmRank
 
-    if config.preemption.granularity != "off":
-        import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
     core = core_of(rank * devices(config.vllm_args)) if config.pin_cpu else None
     first = VllmEngine(config, replica_id, max_live_requests, core, traced, role)
     return [first, *(VllmRank(first, each) for each in range(1, number))]

@@ -26,6 +26,7 @@ from sluice.replica.vllm.setup import (
     engine_config,
     prepare_environment,
 )
+from sluice.scheduling.preemption import TaskBounds
 from sluice.scheduling.roles import Role
 
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -41,20 +42,17 @@ def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
         except ValueError as error:
             return str(error)
         return None
-    preemption = engine.preemption.granularity != "off"
-    if preemption:
-        import sluice.replica.preemption.variant  # noqa: F401 - the import registers it
     settings = SchedulerSettings(
         state_table=Path("/"),
         policy=engine.policy,
         policy_options=engine.policy_options,
         role=role,
         best_effort=engine.best_effort,
-        preemption=engine.preemption,
+        preemption=TaskBounds() if engine.preemption else None,
     )
     try:
         model = str(local_model(engine.cache_dir)) if engine.model == "local" else engine.model
-        prepare_environment(model, engine.pin_cpu, preemption)
+        prepare_environment(model, engine.pin_cpu, engine.preemption)
         arguments = engine_arguments(engine, model, settings, role)
         if _is_here(model):
             vllm_config = engine_config(arguments)

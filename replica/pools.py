@@ -97,7 +97,7 @@ def _unranked(
     rules = (
         (on_ray(engine.vllm_args), "distributed-executor-backend may not be ray"),
         (replica.autoscaling is not None, f"{'.'.join(place)}.autoscaling must be off"),
-        (engine.preemption.granularity != "off", "engine.preemption must be off"),
+        (engine.preemption, "engine.preemption must be off"),
         (
             engine.transfer is not None,
             "KV transfer, and pools for prefill and decode, must be off: leave out engine.transfer "
@@ -230,9 +230,8 @@ def _validated(values: Mapping[str, Any], place: tuple[str, ...]) -> EngineConfi
 def _replica(shared: ReplicaConfig, name: str) -> ReplicaConfig:
     pool = shared.pools[name]
     own: dict[str, Any] = {"count": pool.count, "autoscaling": pool.autoscaling, "pools": {}}
-    for field in ("num_cpus", "num_gpus", "max_per_node"):
-        if getattr(pool, field) is not None:
-            own[field] = getattr(pool, field)
+    if pool.num_gpus is not None:
+        own["num_gpus"] = pool.num_gpus
     if pool.node_labels:
         own["node_labels"] = pool.node_labels
     return shared.model_copy(update=own)
@@ -245,8 +244,8 @@ def _excluded(
     engine = pool.engine
     given = by_option(engine.vllm_args)
     tier = next((name for name in KV_TIERS if given.get(name) is not None), None)
-    preempts = engine.preemption.granularity != "off"
-    granularity, vllm_args = (*place, "preemption", "granularity"), (*place, "vllm_args")
+    preempts = engine.preemption
+    preemption, vllm_args = (*place, "preemption"), (*place, "vllm_args")
     transfers = engine.transfer is not None
     cause = "engine.transfer"
     if shared.transfer is None:
@@ -256,28 +255,28 @@ def _excluded(
         yield vllm_args, f"{tier} excludes {cause}: an engine has one KV connector; leave one out"
     if preempts and transfers and pool.role != "prefill":
         yield (
-            granularity,
-            f"must be off, or {cause} left out: this engine may receive KV. Beside KV transfer "
+            preemption,
+            f"must be false, or {cause} left out: this engine may receive KV. Beside KV transfer "
             "only the pool prefill can preempt (replica.pools.prefill.engine.preemption), with "
             "engine.transfer.connector tcp",
         )
     elif preempts and engine.transfer is not None and engine.transfer.connector != "tcp":
         yield (
-            granularity,
-            f"must be off, or engine.transfer.connector tcp, not {engine.transfer.connector}: "
+            preemption,
+            f"must be false, or engine.transfer.connector tcp, not {engine.transfer.connector}: "
             "other connectors keep state of the running batch, which a preempting prefill would "
             "overwrite",
         )
     if preempts and tier is not None:
         yield (
-            granularity,
-            f"must be off with {tier} in vllm_args: its connector keeps state of the running "
+            preemption,
+            f"must be false with {tier} in vllm_args: its connector keeps state of the running "
             "batch, which a preempting prefill would overwrite",
         )
     if preempts and pool.role == "prefill" and engine.draft_method is not None:
         yield (
-            granularity,
-            "must be off in the pool prefill with speculative-config: leave that out there "
+            preemption,
+            "must be false in the pool prefill with speculative-config: leave that out there "
             "(speculative-config: null), as the pool decodes nothing",
         )
     stages, workers = (
@@ -290,7 +289,7 @@ def _excluded(
         (transfers, cause, "KV transfer was not shown to be right with several batches in flight"),
         (tier is not None, tier, "KV connectors were not shown to be right with several batches"),
         (engine.draft_method is not None, "speculative-config", "drafts go to one batch at a time"),
-        (preempts, "preemption.granularity other than off", "stages run in step"),
+        (preempts, "preemption", "stages run in step"),
     ):
         if wanted:
             yield vllm_args, f"{workers} {feature}: {why}; leave one out"

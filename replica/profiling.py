@@ -213,17 +213,20 @@ _SLO = SLO(service_class="profile")
 
 _DECODE_STEPS = 12
 
+BUDGET_S = 5.0
+"""Max duration of a measurement at start, seconds."""
+
 
 async def latency_profile(llm: Any, table: StateTable, config: EngineConfig) -> LatencyProfile:
-    """The profile kept for this engine, or a new one. If ``config.profile_budget_s`` is too short
-    for a fit, a default model with online correction, which is not kept."""
+    """The profile kept for this engine, or a new one. If ``BUDGET_S`` is too short for a fit,
+    a default model with online correction, which is not kept."""
     key = profile_key(llm.vllm_config, config)
     path = profile_path(config.cache_dir, key)
     kept = read_profile(path, key)
     if kept is not None:
         return kept
     started_s = time.monotonic()
-    await measure(llm, table, config.profile_budget_s)
+    await measure(llm, table, BUDGET_S)
     try:
         model, report = best_fit(table.samples())
     except ValueError as error:
@@ -282,8 +285,8 @@ def profile_key(vllm_config: Any, config: EngineConfig) -> str:
         parts["pipeline_parallel"] = parallel.pipeline_parallel_size
     if parallel.data_parallel_size > 1:
         parts["data_parallel"] = parallel.data_parallel_size
-    if config.preemption.granularity != "off":
-        parts["preemption"] = config.preemption.granularity
+    if config.preemption:
+        parts["preemption"] = True
     drafts = vllm_config.speculative_config
     if drafts is not None:
         parts["speculation"] = f"{drafts.method} {drafts.model} {drafts.num_speculative_tokens}"

@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.scheduling.batching.base import EarnedTime
 from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel
@@ -47,13 +46,13 @@ class AgedShare:
         return True
 
 
-MOST_FIXED_SHARE = 0.1
+MAX_FIXED_SHARE = 0.1
 """A task is not cut so short that more than this part of it is the fixed time of a step."""
 
 USABLE = 0.9
 """Share of the time until its next token after which a decode is to have it, as steps vary."""
 
-LEAST_GAP_SHARE = 0.25
+MIN_GAP_SHARE = 0.25
 """Prefills have at least this share of a step's time between two steps."""
 
 REMEMBERED_S = 60.0
@@ -70,7 +69,7 @@ def decode_step_due_s(
     stop_s: float = 0.0,
 ) -> float | None:
     """When a step of all decodes has to begin so that each keeps its TPOT; None without decodes.
-    Earlier steps make up for a late one but leave prefills ``LEAST_GAP_SHARE`` of the step's time.
+    Earlier steps make up for a late one but leave prefills ``MIN_GAP_SHARE`` of the step's time.
     FlowPrefill §6.5 runs both phases at once; here they take turns.
 
     ``first_token_s`` is nan for a decode that makes nothing up; ``gap_s`` stands for a TPOT that is
@@ -79,7 +78,7 @@ def decode_step_due_s(
         return None
     ahead_s = first_token_s + emitted * tpot_s - last_token_s
     usable_s = USABLE * np.fmin(ahead_s, tpot_s)
-    gaps_s = np.maximum(usable_s - step_s - stop_s, LEAST_GAP_SHARE * step_s)
+    gaps_s = np.maximum(usable_s - step_s - stop_s, MIN_GAP_SHARE * step_s)
     gaps_s[~((tpot_s > step_s) & (tpot_s < inf))] = gap_s
     return float((last_token_s + gaps_s).min())
 
@@ -107,7 +106,7 @@ class DecodeTurns:
         share = self._took_s / self._tasks_s if self._tasks_s else self._first
         return 2.0 * share * task_s
 
-    def most_tokens(
+    def max_tokens(
         self,
         tpot_s: Floats,
         step_s: float,
@@ -129,24 +128,29 @@ class DecodeTurns:
         if tightest_s == inf or stop_s == 0.0:
             return UNBOUNDED_TOKENS
         task_s = max(0.0, tightest_s - step_s) / 2.0 / stop_s
-        work_s = max(task_s, model.fixed_s / MOST_FIXED_SHARE) - model.fixed_s
+        work_s = max(task_s, model.fixed_s / MAX_FIXED_SHARE) - model.fixed_s
         return max(least, model.tokens_within(work_s, computed))
 
 
-DEPTH = 4
-"""Most suspended prefills."""
-CHUNK_TOKENS = 8192
-"""Most tokens of a prefill in a task."""
-SMALL_CHUNK_TOKENS = 512
-"""The same for a task that starts while the stack is full, and for one of an aged prefill."""
-BATCH_TOKENS = 1024
-"""Prefills share a task below this sum, as they are suspended together. Late ones, and shorter ones
-with one objective, share it up to a chunk."""
-LEAST_TOKENS = 256
-"""Tasks of fewer tokens are not suspended: they end soon anyway."""
 DECODE_GAP_S = 0.05
 """Seconds to the next step of a decode without a TPOT that a step can hold, while prefills run.
 Also the longest TPOT for which tasks are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBounds:
+    """Bounds on tasks of prefills; ``depth``: most suspended ones, each with its activations."""
+
+    depth: int = 4
+    chunk_tokens: int = 8192
+    """Most tokens of a task."""
+    small_chunk_tokens: int = 512
+    """The same for a task that starts while the stack is full, and for one of an aged prefill."""
+    batch_tokens: int = 1024
+    """Prefills share a task below this sum, as they are suspended together. Late ones, and shorter
+    ones with one objective, share it up to a chunk."""
+    min_tokens: int = 256
+    """Tasks of fewer tokens are not suspended: they end soon anyway."""
 
 
 class Prefill(NamedTuple):
@@ -168,48 +172,6 @@ class InFlight(NamedTuple):
     due_s: float
     left_s: float
     best_effort: bool = False
-
-
-class PreemptionConfig(BaseModel):
-    """When a more urgent prefill preempts a running one, and where the running one stops."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    granularity: Literal["off", "layer", "operator"] = Field(
-        default="off",
-        description="Where a running prefill can stop: nowhere, before the next layer, or before "
-        "the next operator. Unless `off`, `policy` has no effect: prefills run by S-EDF.",
-    )
-    depth: int = Field(
-        default=DEPTH,
-        ge=1,
-        le=64,
-        description="Max suspended prefills. Each keeps its activations in memory.",
-    )
-    chunk_tokens: int = Field(
-        default=CHUNK_TOKENS,
-        ge=SMALL_CHUNK_TOKENS,
-        le=1_048_576,
-        description="Max tokens of a prefill that run as one task; also limited by vLLM's "
-        "`max-num-batched-tokens`, and where the engine decodes by the time that stops take.",
-    )
-    least_tokens: int = Field(
-        default=LEAST_TOKENS,
-        ge=1,
-        le=1_048_576,
-        description="Min tokens of a task that can be suspended: shorter ones end soon anyway.",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Tokens: most of one prefill in a task, also on a full stack, sum below which prefills run
-    together, and most in a task."""
-
-    chunk: int
-    small_chunk: int
-    together: int
-    most: int
 
 
 class Batch(NamedTuple):
@@ -240,12 +202,13 @@ def decide(
     top: InFlight | None,
     now_s: float,
     together_s: Callable[[Sequence[Prefill]], float],
-    options: Options,
+    bounds: TaskBounds,
+    max_tokens: int = UNBOUNDED_TOKENS,
     full: bool = False,
 ) -> Batch | None:
     """The task to start now, inside ``top`` if there is one; None to change nothing.
-    ``together_s``: predicted time of several prefills in one task; ``full``: it could not be
-    suspended. ``O(n log n)``."""
+    ``together_s``: predicted time of several prefills in one task; ``max_tokens``: of a task;
+    ``full``: it could not be suspended. ``O(n log n)``."""
     ranked = sorted(
         waiting, key=lambda each: rank(each.due_s, each.alone_s, each.best_effort, now_s)
     )
@@ -255,13 +218,13 @@ def decide(
     first = rank(head.due_s, head.alone_s, head.best_effort, now_s)
     if top is not None and not _preempts(first, rank(*top, now_s)):
         return None
-    chunk = min(options.small_chunk if full else options.chunk, options.most)
+    chunk = min(bounds.small_chunk_tokens if full else bounds.chunk_tokens, max_tokens)
     if head.tokens > chunk:
         return Batch(((head.request_id, chunk),), head.due_s, head.best_effort)
     if first.late:
         joined = _late_together(ranked, chunk)
     else:
-        joined = _joined(ranked, now_s, together_s, min(options.together, options.most), chunk)
+        joined = _joined(ranked, now_s, together_s, min(bounds.batch_tokens, max_tokens), chunk)
     members = tuple([(each.request_id, each.tokens) for each in joined])
     return Batch(members, head.due_s, head.best_effort)
 

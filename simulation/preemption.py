@@ -4,55 +4,36 @@ production's policies (``scheduling.preemption``). Tasks are a stack; the last o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, nan
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from sluice.scheduling.admission import AdmissionPolicy
-from sluice.scheduling.fleet.report import Report
-from sluice.scheduling.fleet.state import ROW
-from sluice.scheduling.latency.model import LatencyModel, StepSample
+from sluice.scheduling.latency.model import UNBOUNDED_TOKENS, LatencyModel, StepSample
 from sluice.scheduling.preemption import (
-    BATCH_TOKENS,
-    CHUNK_TOKENS,
     DECODE_GAP_S,
-    DEPTH,
-    LEAST_TOKENS,
-    SMALL_CHUNK_TOKENS,
     Batch,
     DecodeTurns,
     InFlight,
-    Options,
     Prefill,
+    TaskBounds,
     decide,
     decode_step_due_s,
 )
-from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.kernels import (
-    BEST_EFFORT,
-    COMPUTED,
-    FIELDS,
-    KV_BLOCKS,
-    PENDING,
     PREFILL_CONTEXT,
     PREFILL_CROSS,
     PREFILL_SQUARE,
-    RUNNING,
     TPOT,
     TTFT,
-    Floats,
 )
-from sluice.scheduling.routing import RouteQuery
-from sluice.scheduling.routing import make_policy as make_routing
-from sluice.simulation.config import ClusterConfig
 from sluice.simulation.engine import Noise, Truth
-from sluice.simulation.mirror import Sent, VirtualMirror
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM
-from sluice.simulation.workload import Workload
+from sluice.simulation.workload import Arrival, Workload
 
 Granularity = Literal["off", "layer", "operator"]
 """Where a pass can be left: not at all, before a layer, or before an operator."""
@@ -146,43 +127,28 @@ class Pass:
         return (layer * len(self._starts) + within) / self.checks
 
 
-WHOLE = 1 << 30
-"""A chunk that no prompt fills."""
-
-BLOCK_TOKENS = 16
+WHOLE = UNBOUNDED_TOKENS
+"""A chunk that no prompt fills, and a stack that is never full."""
 
 Foresight = Literal["slack", "deadline", "none"]
 """Late by deadline less predicted time (S-EDF), by deadline (D-EDF), never (EDF); §6.3."""
 
 
 @dataclass(frozen=True, slots=True)
-class SuspensionConfig:
-    """Where prefills stop, and at which cost (measured on a CPU). ``depth`` None: no limit.
-    ``switch_s``: idle time of a suspension and resumption."""
+class SuspensionConfig(TaskBounds):
+    """Where prefills stop, and at which cost (measured on a CPU). ``switch_s``: idle time of a
+    suspension and resumption."""
 
     granularity: Granularity = "operator"
-    depth: int | None = DEPTH
-    chunk_tokens: int = CHUNK_TOKENS
-    small_chunk_tokens: int = SMALL_CHUNK_TOKENS
-    batch_tokens: int = BATCH_TOKENS
-    least_tokens: int = LEAST_TOKENS
     foresight: Foresight = "slack"
     switch_s: float = 0.0013
-    decode_gap_s: float = DECODE_GAP_S
     check_s: float = 3.2e-7
-
-    @property
-    def options(self) -> Options:
-        """As the policy takes them."""
-        most = max(self.chunk_tokens, self.batch_tokens)
-        return Options(self.chunk_tokens, self.small_chunk_tokens, self.batch_tokens, most)
 
 
 @dataclass(slots=True)
 class Counts:
     """What a run did. ``blocked_s``: per stop request, time until the task stopped or ended.
-    ``deepest``, ``suspended_tokens``, ``held_tokens`` (with KV, of begun prefills): most at a time.
-    ``idle_s``: what suspensions took."""
+    ``deepest``, ``suspended_tokens``: most at a time. ``busy_s``: computing."""
 
     tasks: int = 0
     rounds: int = 0
@@ -190,9 +156,7 @@ class Counts:
     blocked_s: list[float] = field(default_factory=list)
     deepest: int = 0
     suspended_tokens: int = 0
-    held_tokens: int = 0
     busy_s: float = 0.0
-    idle_s: float = 0.0
     end_s: float = 0.0
 
 
@@ -208,10 +172,6 @@ class _Task:
     done_s: float = 0.0
     suspended: bool = False
 
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for _, tokens in self.batch.members)
-
     def progress_s(self, now_s: float) -> float:
         """How much of its pass is computed."""
         return self.done_s if self.suspended else self.done_s + max(0.0, now_s - self.runs_s)
@@ -223,12 +183,16 @@ class _Task:
 
 
 @dataclass(slots=True)
-class _Decode:
-    """A request's tokens to come and emitted, and when the first and the last one was."""
+class _Request:
+    """A live request: ``pending`` tokens of its prompt, ``left`` ones to emit, and when it emitted
+    the first and the last one. Infinite times: no objective."""
 
-    left: int
+    due_s: float
+    ttft_s: float
     tpot_s: float
-    best_effort: bool
+    pending: int
+    left: int
+    computed: int = 0
     emitted: int = 0
     first_s: float = nan
     last_s: float = -inf
@@ -237,7 +201,7 @@ class _Decode:
 class PreemptiveEngine:
     """Runs prefills and steps of decodes, one task at a time, on the caller's clock: ``round`` once
     after all that happens at a moment. A stopped task continues to its next check. Progress is
-    estimated by checks passed. KV memory is unlimited, and counted."""
+    estimated by checks passed. KV memory is unlimited."""
 
     def __init__(
         self,
@@ -249,19 +213,13 @@ class PreemptiveEngine:
     ) -> None:
         self.counts = Counts()
         self._config = config
-        self._options = config.options
-        self._depth = WHOLE if config.depth is None else config.depth
         self._model = model
         self._truth = truth.model
         self._believed = believed
         self._noise = Noise(truth.noise, rng)
+        self._live: dict[str, _Request] = {}
         self._waiting: dict[str, Prefill] = {}
-        self._computed: dict[str, int] = {}
-        self._pending: dict[str, int] = {}
-        self._due: dict[str, tuple[float, float]] = {}
-        self._output: dict[str, _Decode] = {}
         self._stack: list[_Task] = []
-        self._held = 0
         self._turns = DecodeTurns(model.layers * CHECKS[config.granularity])
         self._stepped = False
 
@@ -273,27 +231,18 @@ class PreemptiveEngine:
         top = self._stack[-1]
         return min(top.ends_s, self._decodes_due_s(top) if self._can_nest(top) else inf)
 
-    def submit(
-        self,
-        key: str,
-        tokens: int,
-        arrival_s: float,
-        ttft_s: float,
-        best_effort: bool,
-        output: int = 1,
-        tpot_s: float = inf,
-    ) -> None:
-        """Queue a request of ``tokens`` that emits ``output``; infinite times: no objective."""
-        self._computed[key], self._pending[key] = 0, tokens
-        self._due[key] = arrival_s + ttft_s, ttft_s
-        self._output[key] = _Decode(output, tpot_s, best_effort)
+    def submit(self, key: str, arrival: Arrival, ttft_s: float, tpot_s: float) -> None:
+        """Queue a request."""
+        due_s, tokens = arrival.arrival_s + ttft_s, arrival.prompt_tokens
+        self._live[key] = _Request(due_s, ttft_s, tpot_s, tokens, arrival.output_tokens)
         self._queue(key)
 
     def _queue(self, key: str) -> None:
-        tokens, computed = self._pending[key], self._computed[key]
-        alone_s = self._foreseen(self._believed.step_s(StepSample.of([(tokens, computed)])))
-        (due_s, ttft_s), best_effort = self._due[key], self._output[key].best_effort
-        self._waiting[key] = Prefill(key, due_s, tokens, alone_s, best_effort, ttft_s)
+        each = self._live[key]
+        alone_s = self._believed.step_s(StepSample.of([(each.pending, each.computed)]))
+        self._waiting[key] = Prefill(
+            key, each.due_s, each.pending, self._foreseen(alone_s), ttft_s=each.ttft_s
+        )
 
     def _foreseen(self, seconds: float) -> float:
         """What lateness is judged by, of a predicted time."""
@@ -303,127 +252,119 @@ class PreemptiveEngine:
 
     def round(self, now_s: float) -> list[tuple[str, float]]:
         """Take a task's end, and decide; returns the emitted tokens: their requests and times."""
-        through: list[tuple[str, float]] = []
+        emitted: list[tuple[str, float]] = []
         top = self._stack[-1] if self._stack else None
         if top is not None and top.ends_s <= now_s:
-            through += self._end()
+            emitted += self._end()
             top = self._stack[-1] if self._stack else None
         if top is not None and not self._can_nest(top):
-            return through
-        in_flight = None
-        if top is not None:
-            left = 1.0 - top.forward.passed(top.progress_s(now_s))
-            left_s = self._foreseen(top.predicted_s * left)
-            in_flight = InFlight(top.batch.due_s, left_s, top.batch.best_effort)
+            return emitted
         self.counts.rounds += 1
         due_s = self._decodes_due_s(top)
         decodes = now_s >= due_s
-        batch = None if decodes else self._prefills(in_flight, now_s)
+        batch = None if decodes else self._prefills(top, now_s)
         if batch is not None and not self._stepped and not self._stops(batch):
             # It cannot be stopped for a step that comes due in it.
             decodes = now_s + self._believed.step_s(self._sample(batch)) > due_s
         if decodes:
-            batch = Batch(tuple((key, 1) for key in self._decodes), now_s, False)
+            batch = Batch(tuple((key, 1) for key in self._decodes()), now_s, False)
         if batch is None:
             if top is not None and top.suspended:
                 top.suspended, top.runs_s = False, now_s
-            return through
+            return emitted
         start_s = now_s
         if top is not None and not top.suspended:
             start_s, ended = self._stop(top, now_s)
-            through += ended
+            emitted += ended
         self._start(batch, start_s, decodes)
-        return through
+        return emitted
 
-    def _prefills(self, top: InFlight | None, now_s: float) -> Batch | None:
+    def _prefills(self, top: _Task | None, now_s: float) -> Batch | None:
         """The next task of prefills, inside ``top`` if there is one."""
-        decoding = [each for each in self._output.values() if each.left + each.emitted > 1]
-        tpots_s = [each.tpot_s for each in decoding if not each.best_effort]
-        most = self._turns.most_tokens(
+        in_flight = None
+        if top is not None:
+            left = 1.0 - top.forward.passed(top.progress_s(now_s))
+            in_flight = InFlight(top.batch.due_s, self._foreseen(top.predicted_s * left))
+        tpots_s = [each.tpot_s for each in self._live.values() if each.left + each.emitted > 1]
+        max_tokens = self._turns.max_tokens(
             np.array(tpots_s),
-            max(self._decode_step_s(), self._believed.fixed_s),
+            max(self._step_s(self._decodes()), self._believed.fixed_s),
             self._believed,
-            max((self._computed[key] for key in self._waiting), default=0),
-            self._config.least_tokens,
+            max((self._live[key].computed for key in self._waiting), default=0),
+            self._config.min_tokens,
             now_s,
-            self._config.decode_gap_s if decoding else inf,
+            DECODE_GAP_S if tpots_s else inf,
         )
-        options = replace(self._options, most=min(self._options.most, most))
-        full = len(self._stack) >= self._depth
-        return decide(self._waiting.values(), top, now_s, self._together_s, options, full=full)
+        full = len(self._stack) >= self._config.depth
+        waiting = self._waiting.values()
+        return decide(waiting, in_flight, now_s, self._together_s, self._config, max_tokens, full)
 
     def _stops(self, batch: Batch) -> bool:
         """Whether a task can be suspended."""
         return (
             self._config.granularity != "off"
-            and sum(tokens for _, tokens in batch.members) >= self._config.least_tokens
-            and len(self._stack) < self._depth
+            and sum(tokens for _, tokens in batch.members) >= self._config.min_tokens
+            and len(self._stack) < self._config.depth
         )
 
     def _sample(self, batch: Batch) -> StepSample:
-        return StepSample.of((tokens, self._computed[key]) for key, tokens in batch.members)
+        return StepSample.of((tokens, self._live[key].computed) for key, tokens in batch.members)
 
-    def _timed(self, guaranteed: bool) -> list[_Decode]:
-        """The decodes, or the ``guaranteed`` ones only."""
-        found = map(self._output.__getitem__, self._decodes)
-        return [each for each in found if not (guaranteed and each.best_effort)]
+    def _together_s(self, members: Sequence[Prefill]) -> float:
+        sequences = ((each.tokens, self._live[each.request_id].computed) for each in members)
+        return self._believed.step_s(StepSample.of(sequences))
 
-    def _decode_step_s(self) -> float:
-        """Predicted time of a step of all decodes; 0 without any."""
-        keys = self._decodes
-        if not keys:
-            return 0.0
-        return self._believed.step_s(StepSample.of((1, self._computed[key]) for key in keys))
-
-    @property
-    def _decodes(self) -> list[str]:
+    def _decodes(self) -> dict[str, _Request]:
         """The requests that have emitted a token."""
-        return [key for key in self._output if key not in self._pending]
+        return {key: each for key, each in self._live.items() if not each.pending}
+
+    def _step_s(self, decodes: dict[str, _Request]) -> float:
+        """Predicted time of a step of ``decodes``; 0 without any."""
+        if not decodes:
+            return 0.0
+        return self._believed.step_s(StepSample.of((1, d.computed) for d in decodes.values()))
 
     def _decodes_due_s(self, top: _Task | None) -> float:
         """When a step of all decodes is due, inside ``top`` if there is one; infinite for none."""
-        if not self._decodes:
+        decodes = self._decodes()
+        if not decodes:
             return inf
         if top is None and not self._waiting:
             return -inf
-        timed = self._timed(top is not None and not top.batch.best_effort)
         due_s = decode_step_due_s(
-            np.array([nan if each.best_effort else each.first_s for each in timed]),
-            np.array([float(each.emitted) for each in timed]),
-            np.array([each.last_s for each in timed]),
-            np.array([each.tpot_s for each in timed]),
-            self._decode_step_s(),
-            self._config.decode_gap_s,
+            np.array([each.first_s for each in decodes.values()]),
+            np.array([float(each.emitted) for each in decodes.values()]),
+            np.array([each.last_s for each in decodes.values()]),
+            np.array([each.tpot_s for each in decodes.values()]),
+            self._step_s(decodes),
+            DECODE_GAP_S,
             self._turns.stop_s(top.predicted_s) if top is not None else 0.0,
         )
         return inf if due_s is None else due_s
 
     def _can_nest(self, top: _Task) -> bool:
         """Whether another task may run inside ``top``."""
-        return top.preemptible and len(self._stack) <= self._depth
+        return top.preemptible and len(self._stack) <= self._config.depth
 
     def _stop(self, top: _Task, now_s: float) -> tuple[float, list[tuple[str, float]]]:
-        """Returns when the next task can start, and the prefills complete by then."""
+        """Returns when the next task can start, and what is emitted by then."""
+        counts = self.counts
         done_s = top.progress_s(now_s)
         stop_s = top.forward.next_check_s(done_s)
         stopped_s = max(now_s, top.runs_s) + stop_s - done_s
-        blocked_s = self.counts.blocked_s
-        blocked_s.append(stopped_s - now_s)
-        self._turns.stopped(blocked_s[-1], top.predicted_s)
+        counts.blocked_s.append(stopped_s - now_s)
+        self._turns.stopped(stopped_s - now_s, top.predicted_s)
         if stop_s >= top.forward.seconds:
             return stopped_s, self._end()
-        self.counts.busy_s += stop_s - top.done_s
-        self.counts.idle_s += self._config.switch_s
-        self.counts.suspensions += 1
+        counts.busy_s += stop_s - top.done_s
+        counts.suspensions += 1
         top.done_s, top.suspended = stop_s, True
-        tokens = sum(task.tokens for task in self._stack)
-        self.counts.suspended_tokens = max(self.counts.suspended_tokens, tokens)
-        self.counts.deepest = max(self.counts.deepest, len(self._stack))
+        tokens = sum(tokens for task in self._stack for _, tokens in task.batch.members)
+        counts.suspended_tokens = max(counts.suspended_tokens, tokens)
+        counts.deepest = max(counts.deepest, len(self._stack))
         return stopped_s + self._config.switch_s, []
 
     def _start(self, batch: Batch, start_s: float, decodes: bool) -> None:
-        config, members = self._config, batch.members
-        tokens = sum(count for _, count in members)
         preemptible = not decodes and self._stops(batch)
         self._stepped = decodes
         step = self._sample(batch)
@@ -432,69 +373,35 @@ class PreemptiveEngine:
             self._truth,
             step,
             self._noise.next(),
-            config.granularity if preemptible else "off",
-            config.check_s,
+            self._config.granularity if preemptible else "off",
+            self._config.check_s,
         )
         predicted_s = self._believed.step_s(step)
         self._stack.append(_Task(batch, forward, preemptible, predicted_s, start_s))
-        for key, _ in members:
+        for key, _ in batch.members:
             self._waiting.pop(key, None)
         self.counts.tasks += 1
-        self._held += tokens
-        self.counts.held_tokens = max(self.counts.held_tokens, self._held)
 
     def _end(self) -> list[tuple[str, float]]:
         """The running task has ended. Returns the emitted tokens: their requests and times."""
         task = self._stack.pop()
         ends_s = task.ends_s
         self.counts.busy_s += task.forward.seconds - task.done_s
-        through = []
+        emitted = []
         for key, tokens in task.batch.members:
-            self._computed[key] += tokens
-            if key in self._pending:
-                self._pending[key] -= tokens
-                if self._pending[key]:
-                    self._queue(key)
-                    continue
-                del self._pending[key], self._due[key]
-            through.append((key, ends_s))
-            output = self._output[key]
-            output.left, output.emitted, output.last_s = output.left - 1, output.emitted + 1, ends_s
-            if output.emitted == 1:
-                output.first_s = ends_s
-            if not output.left:
-                self._held -= self._computed.pop(key)
-                del self._output[key]
-        return through
-
-    def _together_s(self, members: Sequence[Prefill]) -> float:
-        sequences = ((each.tokens, self._computed[each.request_id]) for each in members)
-        return self._believed.step_s(StepSample.of(sequences))
-
-    def table(self, requests: Requests, now_s: float) -> Floats:
-        """Its requests as a replica reports them, tasks in flight by the share of their checks."""
-        computed = dict(self._computed)
-        running = {key for task in self._stack for key, _ in task.batch.members}
-        for task in self._stack:
-            share = task.forward.passed(task.progress_s(now_s))
-            for key, tokens in task.batch.members:
-                computed[key] += int(share * tokens)
-        table = np.empty((len(computed), FIELDS))
-        for place, (key, tokens) in enumerate(computed.items()):
-            row = table[place]
-            row[:] = requests.rows[int(key)]
-            whole = self._computed[key] + self._pending[key]
-            row[COMPUTED], row[PENDING] = tokens, max(1, whole - tokens)
-            row[RUNNING] = key in running or tokens > 0
-            row[KV_BLOCKS] = -(-tokens // BLOCK_TOKENS)
-        return table
-
-
-REFUSED = "no replica can meet its SLO"
-
-_REPLICA = "prefill"
-_BLOCKS = 1 << 24
-_NO_ROWS = np.zeros(0, ROW)
+            each = self._live[key]
+            each.computed += tokens
+            each.pending = max(0, each.pending - tokens)
+            if each.pending:
+                self._queue(key)
+                continue
+            emitted.append((key, ends_s))
+            each.left, each.emitted, each.last_s = each.left - 1, each.emitted + 1, ends_s
+            if each.emitted == 1:
+                each.first_s = ends_s
+            if not each.left:
+                del self._live[key]
+        return emitted
 
 
 class PrefillRun(NamedTuple):
@@ -504,59 +411,6 @@ class PrefillRun(NamedTuple):
     counts: Counts
 
 
-class Gate:
-    """Admits requests as the router of one replica does, by a report made at arrival. ``refuses``:
-    what cannot be promised."""
-
-    def __init__(
-        self,
-        admission: AdmissionPolicy,
-        refuses: bool,
-        requests: Requests,
-        latency: LatencyModel,
-        now_s: float,
-    ) -> None:
-        self._mirror = VirtualMirror(ClusterConfig(), make_routing("round_robin"), admission)
-        self._tiers = frozenset({Tier.GUARANTEED}) if refuses else frozenset(Tier)
-        self._requests = requests
-        self._latency = latency
-        self._given: list[int] = []
-        self._mirror.register(_REPLICA, self._given, self._sent(np.empty((0, FIELDS)), 0.0), now_s)
-
-    def _sent(self, table: Floats, now_s: float) -> Sent:
-        free = _BLOCKS - int(table[:, KV_BLOCKS].sum())
-        report = Report(
-            _NO_ROWS,
-            now_s,
-            0.0,
-            now_s,
-            self._latency,
-            free,
-            _BLOCKS,
-            BLOCK_TOKENS,
-            _BLOCKS,
-            preempts=True,
-        )
-        return Sent(table, report, len(self._given))
-
-    def lets_in(self, key: int, engine: PreemptiveEngine, now_s: float) -> bool:
-        """Whether a request is admitted to the engine, guaranteed or not; a refused one fails."""
-        requests = self._requests
-        self._mirror.receive(_REPLICA, self._sent(engine.table(requests, now_s), now_s), now_s)
-        arrival = requests.arrivals[key]
-        waited_s = now_s - arrival.arrival_s
-        query = RouteQuery(
-            key, arrival.slo, arrival.prompt_tokens, waited_s, self._tiers, output_tokens=1
-        )
-        placement = self._mirror.place(query, now_s)
-        if placement.replica_id is None:
-            requests.failures[key] = REFUSED
-            return False
-        self._given.append(key)
-        requests.serve_as(key, placement.tier is Tier.BEST_EFFORT)
-        return True
-
-
 def simulate_prefills(
     workload: Workload,
     truth: Truth,
@@ -564,50 +418,23 @@ def simulate_prefills(
     config: SuspensionConfig | None = None,
     model: Model = LLAMA3_8B,
     seed: int = 0,
-    admission: AdmissionPolicy | None = None,
-    refuses: bool = False,
 ) -> PrefillRun:
-    """Run ``workload`` through one engine until every request has its tokens or was refused.
-    ``believed`` makes the decisions; default: the truth with head-room. Raises ValueError for
-    ``admission`` with a request of more than one token."""
-    longer = [key for key, each in enumerate(workload.arrivals) if each.output_tokens != 1]
-    if longer and admission is not None:
-        raise ValueError(
-            f"workload {workload.name}: request {longer[0]} emits "
-            f"{workload.arrivals[longer[0]].output_tokens} tokens; with an admission policy this "
-            "engine only prefills, and takes requests of one"
-        )
+    """Run ``workload`` through one engine until every request has its tokens. ``believed`` makes
+    the decisions; default: the truth with headroom."""
     believed = truth.model.with_headroom(HEADROOM) if believed is None else believed
     requests = Requests(workload)
     rng = np.random.default_rng(seed)
     engine = PreemptiveEngine(config or SuspensionConfig(), model, truth, believed, rng)
-    gate = None
-    if admission is not None:
-        gate = Gate(admission, refuses, requests, believed.with_headroom(1.0), 0.0)
-    engine.counts.end_s = _drive(engine, requests, gate)
-    return PrefillRun(requests, engine.counts)
-
-
-def _drive(engine: PreemptiveEngine, requests: Requests, gate: Gate | None) -> float:
-    """Run the clock until all ``requests`` have ended; return the time."""
-    arrivals = requests.arrivals
     places = requests.offsets[requests.first_stage[:-1]].copy()
-    arrived, now_s = 0, 0.0
-    while True:
-        next_s = arrivals[arrived].arrival_s if arrived < len(arrivals) else inf
-        next_s = min(next_s, engine.next_s)
-        if next_s == inf:
-            return now_s
+    arrivals = deque(enumerate(workload.arrivals))
+    now_s = 0.0
+    while (next_s := min(arrivals[0][1].arrival_s if arrivals else inf, engine.next_s)) < inf:
         now_s = max(now_s, next_s)
-        while arrived < len(arrivals) and arrivals[arrived].arrival_s <= now_s:
-            if gate is None or gate.lets_in(arrived, engine, now_s):
-                row = requests.rows[arrived]
-                apart = bool(row[BEST_EFFORT])
-                ttft_s = inf if apart else float(row[TTFT])
-                arrival_s, tokens = arrivals[arrived].arrival_s, arrivals[arrived].prompt_tokens
-                output, tpot_s = arrivals[arrived].output_tokens, float(row[TPOT])
-                engine.submit(str(arrived), tokens, arrival_s, ttft_s, apart, output, tpot_s)
-            arrived += 1
-        for key, emitted_s in engine.round(now_s):
-            requests.emitted_s[places[int(key)]] = emitted_s
-            places[int(key)] += 1
+        while arrivals and arrivals[0][1].arrival_s <= now_s:
+            key, arrival = arrivals.popleft()
+            engine.submit(str(key), arrival, *requests.rows[key, [TTFT, TPOT]].tolist())
+        for key, emitted_s in ((int(name), when) for name, when in engine.round(now_s)):
+            requests.emitted_s[places[key]] = emitted_s
+            places[key] += 1
+    engine.counts.end_s = now_s
+    return PrefillRun(requests, engine.counts)

@@ -59,7 +59,7 @@ SETTING = (
     "0.32 us, both measured on a CPU. "
 )
 SPAN = Span(120.0, 150, 500)
-PAPER = SuspensionConfig(depth=None, chunk_tokens=WHOLE, batch_tokens=4_096)
+PAPER = SuspensionConfig(depth=WHOLE, chunk_tokens=WHOLE, batch_tokens=4_096)
 """As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
 
@@ -323,8 +323,8 @@ SETTINGS = Experiment(
 # Bounds.
 
 _DEPTHS = [
-    bounded(f"{depth} suspended" if depth else "no limit", depth=depth)
-    for depth in (1, 2, 4, 8, 16, None)
+    bounded(f"{depth} suspended" if depth < WHOLE else "no limit", depth=depth)
+    for depth in (1, 2, 4, 8, 16, WHOLE)
 ] + [
     bounded(f"{depth} suspended, no small chunks", depth=depth, small_chunk_tokens=8_192)
     for depth in (1, 4)

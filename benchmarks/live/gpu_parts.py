@@ -70,9 +70,7 @@ async def preemption(given: Given) -> Json:
     from sluice.replica.deployment import make_engines
 
     args = {**given.args, "max-num-batched-tokens": LONG}
-    config = EngineConfig.model_validate(
-        engine_of(given, args) | {"preemption": {"granularity": "operator"}}
-    )
+    config = EngineConfig.model_validate(engine_of(given, args) | {"preemption": True})
     (engine,), chance = make_engines(config, "preemption", 64, 0), random.Random(0)
     moments = _MOMENTS[given.gpus]
 

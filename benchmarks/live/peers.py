@@ -206,7 +206,7 @@ SYSTEMS: Final[dict[str, Peer]] = {
     "sluice-annealing": _paper("annealing", "least_memory"),
     "sluice-flowprefill": Peer(
         "prefills that are preempted at operators (FlowPrefill), Sluice's router",
-        partial(_sluice, {"preemption": {"granularity": "operator"}}, {}),
+        partial(_sluice, {"preemption": True}, {}),
     ),
     "simulated": _plain("its defaults"),
     "simulated-round-robin": _plain("round robin", policy="round_robin", admission=NO_ADMISSION),

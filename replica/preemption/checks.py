@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 from sluice.replica.preemption.messages import (
     ANY_TASK,
@@ -94,8 +94,8 @@ Pacer = Immediate | Paced
 """The device operations of a check; ``ahead``: max checks by which launches are ahead of it."""
 
 LAUNCH_AHEAD = 2
-"""Max checks by which launches run ahead of a GPU: a prefill stops up to this many operators, or
-layers, later, but the device has work while the next ones are launched."""
+"""Max checks by which launches run ahead of a GPU: a prefill stops up to this many operators later,
+but the device has work while the next ones are launched."""
 
 
 def pacer_for(device: Any) -> Pacer:
@@ -107,9 +107,7 @@ def pacer_for(device: Any) -> Pacer:
     return Paced(LAUNCH_AHEAD, lambda: Event(enable_timing=True))
 
 
-Granularity = Literal["layer", "operator"]
-
-_LAYER = re.compile(r"(?:^|\.)(layers\.\d+)(\..*)?$")
+_LAYER = re.compile(r"(?:^|\.)(layers\.\d+)\.(.*)$")
 _BESIDE = "shared_expert"
 """Shared experts, used by all tokens, may run on a separate stream beside the others."""
 
@@ -119,8 +117,7 @@ class NoChecksError(ValueError):
 
 
 class Checks:
-    """Checks before each operator or layer of a model: one comparison while no preemptible task
-    runs.
+    """Checks before each operator of a model: one comparison while no preemptible task runs.
 
     With several workers the first one chooses a check that no worker has reached yet: each waits
     for the others at every reduction, which bounds a worker's lead. ``suspend`` is called at a
@@ -143,13 +140,13 @@ class Checks:
         self._agreed = agreed_word(0)
         self._wrapped: list[tuple[Any, str]] = []
 
-    def install(self, model: Any, granularity: Granularity) -> int:
-        """Put a check before every operator (linear layer, attention, experts) or layer of
-        ``model``; returns their number. Raises NoChecksError: none, or several workers could not
-        agree on one."""
+    def install(self, model: Any) -> int:
+        """Put a check before every operator (linear layer, attention, experts) of ``model``;
+        returns their number. Raises NoChecksError: none, or several workers could not agree on
+        one."""
         checks: Counter[str] = Counter()
         reductions: Counter[str] = Counter()
-        for module, layer, methods, reduces in _places(model, granularity):
+        for module, layer, methods, reduces in _places(model):
             checks[layer] += 1
             reductions[layer] += reduces
             for method in methods:
@@ -157,8 +154,8 @@ class Checks:
                 self._wrapped.append((module, method))
         if not checks:
             raise NoChecksError(
-                f"preemption by {granularity} found no point for a check in "
-                f"{type(model).__name__}: it knows models whose layers are named layers.N"
+                f"preemption found no point for a check in {type(model).__name__}: it knows models "
+                "whose layers are named layers.N"
             )
         if self._ranks > 1:
             self.ahead = distance(checks, reductions) + self.pacer.ahead
@@ -239,7 +236,7 @@ _Place = tuple[Any, str, tuple[str, ...], bool]
 """A module, its layer, the methods that compute it, and whether workers wait for each other."""
 
 
-def _places(model: Any, granularity: Granularity) -> Iterator[_Place]:
+def _places(model: Any) -> Iterator[_Place]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
@@ -250,13 +247,9 @@ def _places(model: Any, granularity: Granularity) -> Iterator[_Place]:
         if found is None:
             continue
         layer, inside = found.groups()
-        if granularity == "layer":
-            if inside is None:
-                # Attention is reduced in every layer.
-                yield module, layer, ("forward",), True
-        elif inside is None or _BESIDE in inside:
+        if _BESIDE in inside:
             continue
-        elif isinstance(module, RoutedExperts):
+        if isinstance(module, RoutedExperts):
             yield module, layer, ("forward_modular", "forward_monolithic"), True
         elif isinstance(module, LinearBase | AttentionLayerBase):
             reduces = isinstance(module, RowParallelLinear) and module.reduce_results

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 
-_LEAST_WAIT_S = 0.001
+_MIN_WAIT_S = 0.001
 """Interval of checks for decodes that have no capacity, seconds."""
 
 _DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
@@ -72,7 +72,7 @@ class EngineLoop:
         self._core = core
         self._scheduler: PreemptiveScheduler = core.scheduler
         self._executor = core.model_executor
-        self._depth = self._scheduler.settings.depth
+        self._depth = self._scheduler.bounds.depth
         self._scheduler.turns = DecodeTurns(self._executor.checks)
         self._stack: list[Task] = []
         self._inbox: queue.Queue[Any] = core.__dict__.get("input_queue") or queue.Queue()
@@ -83,7 +83,7 @@ class EngineLoop:
         self._handle = getattr(core, "_handle_client_request", None)
         if self._handle is not None:
             core._handle_client_request = self._request
-        self._executor.on_answer(lambda: self._inbox.put_nowait(_WAKEUP))
+        self._executor.wake = lambda: self._inbox.put_nowait(_WAKEUP)
 
     def step(self) -> tuple[dict[int, Any], bool]:
         """One round: vLLM's outputs by client, and whether the engine is at work. Raises
@@ -143,7 +143,7 @@ class EngineLoop:
         if self._can_nest():
             due_s = self._scheduler.decode_due_s(self._stack[-1])
             if due_s is not None:
-                timeout_s = min(timeout_s, max(_LEAST_WAIT_S, due_s - time.monotonic()))
+                timeout_s = min(timeout_s, max(_MIN_WAIT_S, due_s - time.monotonic()))
         try:
             event = self._inbox.get(timeout=timeout_s)
         except queue.Empty:

@@ -37,7 +37,6 @@ from sluice.replica.preemption.worker import TaskRunner
 from sluice.replica.processes import end_with_parent, pin_thread
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.setup import survive_module_scan
-from sluice.scheduling.preemption import PreemptionConfig
 
 _WARMS_UP_APART: Final = hasattr(Executor, "compile_or_warm_up_model")
 """Whether vLLM compiles and warms up in a call of its own, after it has made the KV cache."""
@@ -60,10 +59,8 @@ class TaskExecutor(_Base):
     def _init_answers(self) -> None:
         self.answers: deque[Answer] = deque()
         self.checks = 0
-        self._wake: Callable[[], None] = _nothing
-
-    def _make_ready(self, settings: SchedulerSettings) -> int:
-        raise NotImplementedError
+        self.wake: Callable[[], None] = lambda: None
+        """Called on another thread after each answer."""
 
     def take_draft_token_ids(self) -> None:
         """Nothing: each task's answer has its drafts."""
@@ -84,24 +81,14 @@ class TaskExecutor(_Base):
         self._take_tasks()
 
     def _take_tasks(self) -> None:
-        config = self.vllm_config.additional_config
-        self.checks = self._make_ready(SchedulerSettings.from_additional_config(config))
+        settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
+        assert settings.preemption is not None
+        self.checks = self._make_ready(settings.preemption.depth, settings.cpu_core)
         logger.info("a prefill can stop at %d points", self.checks)
-
-    def on_answer(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on another thread, after each answer."""
-        self._wake = wake
 
     def _answered(self, answer: Answer) -> None:
         self.answers.append(answer)
-        self._wake()
-
-
-def _nothing() -> None:
-    """No callback for answers is registered yet."""
-
-
-_EXIT_LIMIT_S = 10.0
+        self.wake()
 
 
 class PreemptiveExecutor(TaskExecutor, UniProcExecutor):
@@ -125,12 +112,11 @@ class PreemptiveExecutor(TaskExecutor, UniProcExecutor):
             return super().collective_rpc(*args, **kwargs)
         return self._on_thread(partial(super().collective_rpc, *args, **kwargs))
 
-    def _make_ready(self, settings: SchedulerSettings) -> int:
-        if settings.cpu_core is not None:
+    def _make_ready(self, depth: int, cpu_core: int | None) -> int:
+        if cpu_core is not None:
             # A thread inherits the pinning of the thread that starts it, which was not pinned yet.
-            self._on_thread(partial(pin_thread, settings.cpu_core))
-        attach = partial(self._tasks.make_ready, self.driver_worker.worker, settings.preemption)
-        return self._on_thread(attach)
+            self._on_thread(partial(pin_thread, cpu_core))
+        return self._on_thread(partial(self._tasks.make_ready, self.driver_worker.worker, depth))
 
     def tell(self, command: Command) -> None:
         """Send a command to the worker."""
@@ -142,7 +128,7 @@ class PreemptiveExecutor(TaskExecutor, UniProcExecutor):
             return
         self.tell(Exit())
         self.words.stop_any()
-        self._thread.join(_EXIT_LIMIT_S)
+        self._thread.join(10.0)
         if not self._thread.is_alive():  # otherwise it hangs, and ends with the process
             super().shutdown()
 
@@ -180,16 +166,13 @@ class PreemptiveGroupExecutor(TaskExecutor, MultiprocExecutor):
             serving.result()
         return super().collective_rpc(*args, **kwargs)
 
-    def _make_ready(self, settings: SchedulerSettings) -> int:
+    def _make_ready(self, depth: int, _cpu_core: int | None) -> int:
         with tempfile.TemporaryDirectory(prefix="sluice-tasks-", dir="/dev/shm") as name:
             path, address = Path(name) / "words", str(Path(name) / "workers")
             self.words = ControlWords.create(path)
             with Listener(address, "AF_UNIX", backlog=self.world_size) as listener:
-                attached = self.collective_rpc(
-                    _attach,
-                    args=(path, address, settings.preemption, self.world_size),
-                    non_block=True,
-                )
+                args = path, address, depth, self.world_size
+                attached = self.collective_rpc(_attach, args=args, non_block=True)
                 self._connections = [listener.accept() for _ in range(self.world_size)]
                 checks: int = attached.result()[0]
         threading.Thread(target=self._take_answers, name="answers", daemon=True).start()
@@ -238,7 +221,7 @@ class PreemptiveGroupExecutor(TaskExecutor, MultiprocExecutor):
 # Functions that run in the workers.
 
 
-def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, ranks: int) -> int:
+def _attach(wrapper: Any, words: Path, address: str, depth: int, ranks: int) -> int:
     """Make a worker ready for tasks; returns the number of checks in its model."""
     end_with_parent()
     connection = Client(address, "AF_UNIX")
@@ -254,15 +237,14 @@ def _attach(wrapper: Any, words: Path, address: str, options: PreemptionConfig, 
     def answer(given: Answer) -> None:
         if isinstance(given, Failed):
             logger.error("a task failed", exc_info=given.error)
-            # Not every error can be sent.
-            told = RuntimeError(f"worker {rank}: {given.error!r}")
-            given = given._replace(error=told)
+            # Not every error can be pickled.
+            given = given._replace(error=RuntimeError(f"worker {rank}: {given.error!r}"))
         elif rank != 0:
             return
         connection.send_bytes(pickle.dumps(given))
 
     runner = TaskRunner(ControlWords.open(words), receive, answer, rank=rank, ranks=ranks)
-    checks = runner.make_ready(worker, options)
+    checks = runner.make_ready(worker, depth)
     worker.sluice_tasks = runner
     return checks
 

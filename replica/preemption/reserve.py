@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from sluice.replica.preemption.checks import Checks, Granularity, Immediate
+from sluice.replica.preemption.checks import Checks, Immediate
 from sluice.replica.preemption.messages import ControlWords
 from sluice.replica.preemption.worker import new_runner, without_compiled_code
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.scheduling.preemption import BATCH_TOKENS, PreemptionConfig
+from sluice.scheduling.preemption import TaskBounds
 
 logger = logging.getLogger(__name__)
 
 _TOKENS = 256
 """Max tokens of the pass that is measured."""
 
-_MIB = 1 << 20
+_ADVICE = "lower max-num-batched-tokens in engine.vllm_args"
 
 
 class NoMemoryError(ValueError):
@@ -49,6 +49,13 @@ class Reserve(NamedTuple):
     prefill: int
     runner: int
 
+    @classmethod
+    def of(cls, needs: list[Need], bounds: TaskBounds, max_tokens: int) -> Reserve:
+        """What every worker keeps free: the max of all workers' needs."""
+        tokens = min(max_tokens, bounds.chunk_tokens)
+        prefill = round(max(need.token for need in needs) * tokens)
+        return cls(bounds.depth, tokens, prefill, max(need.runner for need in needs))
+
     @property
     def total(self) -> int:
         """All of it."""
@@ -61,48 +68,32 @@ class Reserve(NamedTuple):
             f"({_mib(self.runner)} each)"
         )
 
-
-def reserve_of(needs: list[Need], options: PreemptionConfig, most_tokens: int) -> Reserve:
-    """The memory that every worker keeps free: the max of all workers' needs."""
-    tokens = min(most_tokens, max(options.chunk_tokens, BATCH_TOKENS))
-    return Reserve(
-        options.depth,
-        tokens,
-        round(max(need.token for need in needs) * tokens),
-        max(need.runner for need in needs),
-    )
-
-
-def left_for_cache(available: int, reserve: Reserve, free: int, stated: bool) -> int:
-    """Bytes for the KV cache on one worker. A size that the user ``stated`` is not reduced. Raises
-    NoMemoryError: nothing is left, or the stated size does not fit beside the reserve."""
-    advice = "lower engine.preemption.depth or engine.preemption.chunk_tokens"
-    if stated:
-        if available + reserve.total > free:
+    def left(self, available: int, free: int, stated: bool) -> int:
+        """Bytes for the KV cache on one worker. A size that the user ``stated`` is not reduced.
+        Raises NoMemoryError: nothing is left, or the stated size does not fit beside it."""
+        if stated and available + self.total > free:
             raise NoMemoryError(
-                f"kv-cache-memory-bytes is {_mib(available)} and preemption needs {reserve}, but "
-                f"only {_mib(free)} are free: {advice}, or the KV cache"
+                f"kv-cache-memory-bytes is {_mib(available)} and preemption needs {self}, but only "
+                f"{_mib(free)} are free: {_ADVICE}, or the KV cache"
             )
-        return available
-    if reserve.total >= available:
-        raise NoMemoryError(
-            f"preemption needs {reserve}, but vLLM has only {_mib(available)} beside the model: "
-            f"{advice}, or raise gpu-memory-utilization"
-        )
-    return available - reserve.total
+        if not stated and self.total >= available:
+            raise NoMemoryError(
+                f"preemption needs {self}, but vLLM has only {_mib(available)} beside the model: "
+                f"{_ADVICE}, or raise gpu-memory-utilization"
+            )
+        return available if stated else available - self.total
 
 
 def keep(executor: Any, available: list[int]) -> list[int]:
     """Bytes for the KV cache by worker; sets the executor's ``reserve``. Raises NoMemoryError."""
     config = executor.vllm_config
-    options = SchedulerSettings.from_additional_config(config.additional_config).preemption
-    if options.granularity == "off":
-        return available
-    needs = executor.collective_rpc(measure, args=(options.granularity,))
-    reserve = reserve_of(needs, options, config.scheduler_config.max_num_batched_tokens)
+    bounds = SchedulerSettings.from_additional_config(config.additional_config).preemption
+    assert bounds is not None
+    needs = executor.collective_rpc(measure)
+    reserve = Reserve.of(needs, bounds, config.scheduler_config.max_num_batched_tokens)
     free = min(need.free for need in needs)
     stated = config.cache_config.kv_cache_memory_bytes is not None
-    left = [left_for_cache(each, reserve, free, stated) for each in available]
+    left = [reserve.left(each, free, stated) for each in available]
     logger.info("preemption keeps %s free", reserve)
     executor.reserve = reserve
     return left
@@ -111,8 +102,9 @@ def keep(executor: Any, available: list[int]) -> list[int]:
 # Functions that run in the workers.
 
 
-def measure(wrapper: Any, granularity: Granularity) -> Need:
+def measure(wrapper: Any) -> Need:
     """The memory that a vLLM worker with a loaded model needs for one suspended prefill."""
+    import torch
     from vllm.config import set_current_vllm_config
 
     from sluice.replica.preemption.live_memory import LiveMemory
@@ -128,32 +120,34 @@ def measure(wrapper: Any, granularity: Granularity) -> Need:
     with set_current_vllm_config(worker.vllm_config):
         held = held_bytes(
             runner.get_model(),
-            granularity,
             worker.device,
             lambda: runner._dummy_run(tokens, is_profile=True),
         )
-    return Need(held / tokens, runner_bytes, _free_bytes(worker))
+    if worker.device.type == "cpu":
+        # The workers share it.
+        free = int(psutil.virtual_memory().available) // int(worker.parallel_config.world_size)
+    else:
+        free = int(torch.cuda.mem_get_info(worker.device)[0])
+    return Need(held / tokens, runner_bytes, free)
 
 
-def held_bytes(
-    model: Any, granularity: Granularity, device: Any, forward: Callable[[], object]
-) -> int:
+def held_bytes(model: Any, device: Any, forward: Callable[[], object]) -> int:
     """Max bytes on ``device`` that ``forward``, a pass of ``model``, holds at a check."""
     from torch import inference_mode
 
     from sluice.replica.preemption.live_memory import LiveMemory
 
     live = LiveMemory(device)
-    most = 0
+    held = 0
 
     class Meter(Immediate):
         def pace(self) -> None:
-            nonlocal most
-            most = max(most, live.bytes())
+            nonlocal held
+            held = max(held, live.bytes())
 
     checks = Checks(ControlWords.create(), lambda: None)
     checks.pacer = Meter()
-    checks.install(model, granularity)
+    checks.install(model)
     compiled = model.forward
     model.forward = without_compiled_code(compiled)
     try:
@@ -162,17 +156,8 @@ def held_bytes(
     finally:
         del model.forward
         checks.remove()
-    return most
-
-
-def _free_bytes(worker: Any) -> int:
-    if worker.device.type == "cpu":
-        # The workers share it.
-        return int(psutil.virtual_memory().available) // int(worker.parallel_config.world_size)
-    import torch
-
-    return int(torch.cuda.mem_get_info(worker.device)[0])
+    return held
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:.1f} MiB"
+    return f"{size / (1 << 20):.1f} MiB"

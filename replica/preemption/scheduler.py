@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import field as dataclass_field
+from dataclasses import dataclass, field
 from math import inf, nan
 from typing import Any
 
@@ -22,13 +21,10 @@ from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.latency.model import StepSample
 from sluice.scheduling.latency.speculation import AdaptiveLengths
 from sluice.scheduling.preemption import (
-    BATCH_TOKENS,
     DECODE_GAP_S,
-    SMALL_CHUNK_TOKENS,
     AgedShare,
     DecodeTurns,
     InFlight,
-    Options,
     Prefill,
     decide,
     decode_step_due_s,
@@ -56,38 +52,30 @@ from sluice.scheduling.request.queue import QueueView
 
 @dataclass(slots=True)
 class Task:
-    """A batch in flight.
+    """A batch of prefills, or a ``step`` of decodes; ``number``, ``batch`` and ``request_ids`` once
+    it is in flight.
 
     ``checked`` depends on its requests alone, as compiled code, which has no checks, may round
-    differently. ``suspended`` already holds before it sees the stop signal. ``predicted_s``:
-    running alone. ``discarded``: its discard was ordered."""
+    differently. ``suspended`` already holds before it sees the stop signal. ``discarded``: its
+    discard was ordered."""
 
-    number: int
-    batch: Any
-    request_ids: tuple[str, ...]
-    checked: bool
-    preemptible: bool
-    due_s: float
-    best_effort: bool
-    predicted_s: float
-    signalled_s: list[float] = dataclass_field(default_factory=list)
+    plan: BatchPlan
+    checked: bool = False
+    preemptible: bool = False
+    due_s: float = inf
+    best_effort: bool = False
+    step: bool = False
+    number: int = 0
+    batch: Any = None
+    request_ids: tuple[str, ...] = ()
+    signalled_s: list[float] = field(default_factory=list)
     suspended: bool = False
     discarded: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The content of the next task, which is a ``step`` of decodes or of prefills."""
-
-    plan: BatchPlan
-    checked: bool
-    preemptible: bool
-    due_s: float
-    best_effort: bool
-    step: bool = False
-
-
-_NOTHING = _Chosen(BatchPlan.empty(), False, False, inf, False)
+    @property
+    def predicted_s(self) -> float:
+        """Running alone."""
+        return self.plan.predicted_s
 
 
 class PreemptiveScheduler(SloScheduler):
@@ -101,19 +89,14 @@ class PreemptiveScheduler(SloScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = SchedulerSettings.from_additional_config(self.vllm_config.additional_config)
-        self.settings = settings.preemption
-        self.options = Options(
-            chunk=self.settings.chunk_tokens,
-            small_chunk=SMALL_CHUNK_TOKENS,
-            together=BATCH_TOKENS,
-            most=self.max_num_scheduled_tokens,
-        )
+        assert settings.preemption is not None
+        self.bounds = settings.preemption
         self._aged = AgedShare(settings.best_effort.patience_s, settings.best_effort.aged_share)
         self._lengths = AdaptiveLengths()
         self.in_flight: dict[str, int] = {}
         self.ending: dict[str, RequestStatus] = {}
         self.turns = DecodeTurns(0)
-        """Of its decodes; replaced where prefills can stop."""
+        """Replaced where prefills can stop."""
         self._stepped = False
         self._tasks = 0
         self._tasks_in_flight = 0
@@ -140,16 +123,17 @@ class PreemptiveScheduler(SloScheduler):
         # There is no KV for the chosen requests: the requests that hold KV continue. With no
         # request at all, vLLM checks whether those that wait for something else are ready.
         running = queue.select(np.flatnonzero(queue.table[:, RUNNING]))
-        return self._build(running, self._choose(running, None, 0.0, now_s, full) or _NOTHING)
+        chosen = self._choose(running, None, 0.0, now_s, full)
+        return self._build(running, chosen or Task(BatchPlan.empty()))
 
-    def _build(self, queue: QueueView, chosen: _Chosen | None) -> Task | None:
-        """vLLM's batch of the requests ``chosen`` from ``queue``."""
-        if chosen is None:
+    def _build(self, queue: QueueView, task: Task | None) -> Task | None:
+        """``task`` of requests in ``queue`` with vLLM's batch; None if it would be empty."""
+        if task is None:
             return None
         held = [request for request in self.running if request.request_id in self.in_flight]
         if held:
             self.running = [each for each in self.running if each.request_id not in self.in_flight]
-        self._given = queue, chosen.plan
+        self._given = queue, task.plan
         self._stalled = False
         try:
             batch = self.schedule()
@@ -159,21 +143,13 @@ class PreemptiveScheduler(SloScheduler):
         if not batch.num_scheduled_tokens and (self.in_flight or not batch.finished_req_ids):
             self._take_back(batch)
             return None
-        self._stepped = chosen.step
+        self._stepped = task.step
         self._tasks += 1
         self._tasks_in_flight += 1
-        ids = tuple(batch.num_scheduled_tokens)
-        self.in_flight.update(dict.fromkeys(ids, self._tasks))
-        return Task(
-            self._tasks,
-            batch,
-            ids,
-            chosen.checked,
-            chosen.preemptible,
-            chosen.due_s,
-            chosen.best_effort,
-            chosen.plan.predicted_s,
-        )
+        task.number, task.batch = self._tasks, batch
+        task.request_ids = tuple(batch.num_scheduled_tokens)
+        self.in_flight.update(dict.fromkeys(task.request_ids, task.number))
+        return task
 
     def has_requests(self) -> bool:
         """Whether vLLM must run rounds, also to report ended requests to the worker."""
@@ -234,7 +210,7 @@ class PreemptiveScheduler(SloScheduler):
 
     def _choose(
         self, queue: QueueView, top: Task | None, left_s: float, now_s: float, full: bool
-    ) -> _Chosen | None:
+    ) -> Task | None:
         if not len(queue):
             return None
         prefill = is_prefill(queue.table)
@@ -242,49 +218,46 @@ class PreemptiveScheduler(SloScheduler):
         waiting = np.flatnonzero(prefill)
         step, next_s = None, None
         if len(decodes):
-            plan = self._decode_step(queue, decodes, now_s)
-            step = _Chosen(plan, False, False, now_s, False, step=True)
-            next_s = self._due_s(queue, decodes, plan.predicted_s, top)
+            step = Task(self._decode_step(queue, decodes, now_s), due_s=now_s, step=True)
+            next_s = self._due_s(queue, decodes, step.predicted_s, top)
             alone = top is None and not len(waiting)
             if alone or (next_s is not None and now_s >= next_s):
                 return step
-        step_s = 0.0 if step is None else step.plan.predicted_s
-        options = self._beside(queue, decodes, waiting, step_s, now_s)
-        if top is None and (turn := self._aged_chunk(queue, waiting, now_s, options)):
+        step_s = 0.0 if step is None else step.predicted_s
+        max_tokens = self._max_tokens(queue, waiting, step_s, now_s)
+        if top is None and (turn := self._aged_chunk(queue, waiting, now_s, max_tokens)):
             return turn
-        chosen = self._choose_prefills(queue, waiting, top, left_s, now_s, full, options)
+        in_flight = None if top is None else InFlight(top.due_s, left_s, top.best_effort)
+        chosen = self._prefills(queue, waiting, in_flight, now_s, max_tokens, full)
         if chosen is None or chosen.preemptible or next_s is None or self._stepped:
             return chosen
         # It cannot be stopped for a step that comes due in it.
-        return step if now_s + chosen.plan.predicted_s > next_s else chosen
+        return step if now_s + chosen.predicted_s > next_s else chosen
 
-    def _beside(
-        self, queue: QueueView, decodes: Any, waiting: Any, step_s: float, now_s: float
-    ) -> Options:
-        """The bounds of a task of prefills that has to stop for steps of ``decodes``."""
+    def _max_tokens(self, queue: QueueView, waiting: Any, step_s: float, now_s: float) -> int:
+        """Most tokens of a task of prefills that has to stop for steps of decodes."""
         decoding = queue.table[~(queue.table[:, EXPECTED] <= 1)]
         model = self._local.model
-        most = self.turns.most_tokens(
+        for_decodes = self.turns.max_tokens(
             decoding[decoding[:, BEST_EFFORT] == 0, TPOT],
             max(step_s, model.fixed_s),
             model,
             int(queue.table[waiting, COMPUTED].max(initial=0)),
-            self.settings.least_tokens,
+            self.bounds.min_tokens,
             now_s,
             DECODE_GAP_S if len(decoding) else inf,
         )
-        return replace(self.options, most=min(self.options.most, most))
+        return min(self.max_num_scheduled_tokens, for_decodes)
 
-    def _choose_prefills(
+    def _prefills(
         self,
         queue: QueueView,
         waiting: Any,
-        top: Task | None,
-        left_s: float,
+        top: InFlight | None,
         now_s: float,
+        max_tokens: int,
         full: bool,
-        options: Options,
-    ) -> _Chosen | None:
+    ) -> Task | None:
         apart = queue.table[:, BEST_EFFORT] > 0
         due_s = np.where(apart, inf, deadlines_s(queue.table, ENVELOPE))
         pending, computed = queue.table[:, [PENDING, COMPUTED]].astype(np.int64).T.tolist()
@@ -305,31 +278,30 @@ class PreemptiveScheduler(SloScheduler):
             rows = [row_of[each.request_id] for each in members]
             return self._together_s((pending[row], computed[row]) for row in rows)
 
-        in_flight = None if top is None else InFlight(top.due_s, left_s, top.best_effort)
-        batch = decide(prefills, in_flight, now_s, together_s, options, full)
+        batch = decide(prefills, top, now_s, together_s, self.bounds, max_tokens, full)
         if batch is None:
             return None
         tokens = [tokens for _, tokens in batch.members]
         plan = self._plan_of(queue, [row_of[name] for name, _ in batch.members], tokens)
-        checked = sum(tokens) >= self.settings.least_tokens and not any(
+        checked = sum(tokens) >= self.bounds.min_tokens and not any(
             self._wants_prompt_logprobs(name) for name, _ in batch.members
         )
-        preemptible = checked and not full
-        return _Chosen(plan, checked, preemptible, batch.due_s, batch.best_effort)
+        return Task(plan, checked, checked and not full, batch.due_s, batch.best_effort)
 
     def _aged_chunk(
-        self, queue: QueueView, waiting: Any, now_s: float, options: Options
-    ) -> _Chosen | None:
+        self, queue: QueueView, waiting: Any, now_s: float, max_tokens: int
+    ) -> Task | None:
         """A small chunk of the oldest prefill, if it has waited long enough to have its turn."""
         if not len(waiting):
             return None
         oldest = int(waiting[np.argmin(queue.table[waiting, ARRIVAL])])
         pending = int(queue.table[oldest, PENDING])
-        plan = self._plan_of(queue, [oldest], [min(pending, options.small_chunk, options.most)])
+        tokens = min(pending, self.bounds.small_chunk_tokens, max_tokens)
+        plan = self._plan_of(queue, [oldest], [tokens])
         arrival_s, apart = queue.table[oldest, [ARRIVAL, BEST_EFFORT]].tolist()
         if not self._aged.has_turn(arrival_s, plan.predicted_s, now_s):
             return None
-        return _Chosen(plan, False, False, inf, apart > 0)
+        return Task(plan, best_effort=apart > 0)
 
     def _due_s(
         self, queue: QueueView, decodes: Any, step_s: float, top: Task | None
@@ -352,18 +324,18 @@ class PreemptiveScheduler(SloScheduler):
 
     def stop_s(self, tasks: Iterable[Task]) -> float:
         """The time to plan for the stop of one of ``tasks``, or of the shortest that can stop."""
-        shortest_s = self._together_s([(self.settings.least_tokens, 0)])
+        shortest_s = self._together_s([(self.bounds.min_tokens, 0)])
         longest_s = max((each.predicted_s for each in tasks if each.preemptible), default=0.0)
         return self.turns.stop_s(max(shortest_s, longest_s))
 
     def _decode_step(self, queue: QueueView, decodes: Any, now_s: float) -> BatchPlan:
         """The next token of each of ``decodes``, and the drafts for most tokens per second."""
-        rows = decodes[: min(self.options.most, self.max_num_running_reqs)]
+        most = self.max_num_scheduled_tokens
+        rows = decodes[: min(most, self.max_num_running_reqs)]
         tokens = np.ones(len(rows), np.int64)
         if queue.table[rows, DRAFTED].any():
             own = queue.select(rows)
-            most, model = self.options.most, self._local.model
-            chosen = self._lengths.choose(own, now_s, model, most, 0.0, Anchor.ENVELOPE)
+            chosen = self._lengths.choose(own, now_s, self._local.model, most, 0.0, Anchor.ENVELOPE)
             tokens += chosen.drafts
             ends = own.table[:, COMPUTED].astype(np.int64) + tokens
             new = np.maximum(0, -(-ends // self.block_size) - own.table[:, KV_BLOCKS])

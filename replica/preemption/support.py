@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import vllm
 from vllm.config import CompilationMode
@@ -10,8 +10,12 @@ from vllm.config import CompilationMode
 from sluice.replica.preemption.messages import MAX_RANKS
 from sluice.replica.preemption.worker import SHARED_NAMES
 from sluice.replica.vllm.contract import WITH_PREEMPTION, Part
-from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV
+from sluice.replica.vllm.scheduler import prepare
+from sluice.replica.vllm.setup import KV_CONNECTOR_MODULE, SENDS_KV, preemption_arguments
 from sluice.replica.vllm.support import UnsupportedVllmError, check, check_overrides
+
+if TYPE_CHECKING:
+    from sluice.replica.preemption.scheduler import PreemptiveScheduler
 
 _CORE: Final = "vllm.v1.engine.core"
 _EXECUTOR: Final = "vllm.v1.executor"
@@ -84,13 +88,6 @@ PARTS: Final = (
 )
 
 
-def executor(ranks: int) -> str:
-    """vLLM's name of the executor for ``ranks`` workers."""
-    if ranks == 1:
-        return "sluice.replica.preemption.executor.PreemptiveExecutor"
-    return "sluice.replica.preemption.executor.PreemptiveGroupExecutor"
-
-
 def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
     """Raises UnsupportedVllmError: running prefills cannot be preempted; the message says why."""
     check("preemption", WITH_PREEMPTION, PARTS, version)
@@ -104,6 +101,19 @@ def check_preemption(vllm_config: Any, version: str = vllm.__version__) -> None:
             raise UnsupportedVllmError(f"prefills cannot be preempted here: {rule}")
 
 
+def make_scheduler(vllm_config: Any, **kwargs: Any) -> PreemptiveScheduler:
+    """The scheduler, in an engine core that runs rounds from now on. Raises UnsupportedVllmError.
+    Raises ValueError: ``additional_config["sluice"]`` is missing or wrong."""
+    prepare(vllm_config)
+    check_preemption(vllm_config)
+    # These rely on names of vLLM that were checked above.
+    from sluice.replica.preemption import engine_loop
+    from sluice.replica.preemption.scheduler import PreemptiveScheduler
+
+    engine_loop.install()
+    return PreemptiveScheduler(vllm_config=vllm_config, **kwargs)
+
+
 def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
@@ -111,6 +121,7 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
     transfer = vllm_config.kv_transfer_config
     speculative = vllm_config.speculative_config
     backend = parallel.distributed_executor_backend
+    executor = preemption_arguments(ranks)["distributed-executor-backend"]
     if isinstance(backend, type):
         backend = f"{backend.__module__}.{backend.__qualname__}"
     return (
@@ -165,6 +176,6 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
             "only a prefill replica may transfer KV: this engine would also receive it",
         ),
         (vllm_config.ec_transfer_config is None, "encoder connectors must be off"),
-        (backend == executor(ranks), f"distributed-executor-backend must be {executor(ranks)}"),
+        (backend == executor, f"distributed-executor-backend must be {executor}"),
         (not getattr(vllm_config, "use_v2_model_runner", False), "VLLM_USE_V2_MODEL_RUNNER is set"),
     )

@@ -26,7 +26,6 @@ from sluice.replica.preemption.messages import (
     RunTask,
     Timing,
 )
-from sluice.scheduling.preemption import PreemptionConfig
 
 SHARED_NAMES = ("model", "kv_caches", "requests", "num_prompt_logprobs", "encoder_cache")
 """Attributes that lanes share with vLLM's own runner."""
@@ -228,12 +227,11 @@ class TaskRunner:
         self.checks = Checks(words, self._suspended, rank, ranks)
         self.checks.pacer = Immediate(clock)
 
-    def make_ready(self, worker: Any, options: PreemptionConfig) -> int:
+    def make_ready(self, worker: Any, depth: int) -> int:
         """Put checks into the model of vLLM's worker with its KV cache; returns their number."""
-        assert options.granularity != "off"
         self.checks.pacer = pacer_for(worker.device)
-        checks = self.checks.install(worker.model_runner.get_model(), options.granularity)
-        self.attach(worker, Lanes(worker, options.depth))
+        checks = self.checks.install(worker.model_runner.get_model())
+        self.attach(worker, Lanes(worker, depth))
         return checks
 
     def attach(self, worker: Any, lanes: Any) -> None:

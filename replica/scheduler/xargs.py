@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sluice.protocol.requests import EngineRequest
 from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, PromptPrefix
-from sluice.scheduling.preemption import PreemptionConfig
+from sluice.scheduling.preemption import TaskBounds
 from sluice.scheduling.request.job import MAX_CHUNKS
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
@@ -118,8 +118,8 @@ class SchedulerSettings(BaseModel):
     best_effort: BestEffortOptions = Field(
         default_factory=BestEffortOptions, description="How best-effort requests are served."
     )
-    preemption: PreemptionConfig = Field(
-        default_factory=PreemptionConfig, description="Whether running prefills are preempted."
+    preemption: TaskBounds | None = Field(
+        default=None, description="Bounds where running prefills are preempted."
     )
     batch_log: Path | None = Field(default=None, description="File of the batch log.")
     cpu_core: int | None = Field(

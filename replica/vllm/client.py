@@ -13,7 +13,6 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from sluice.protocol.requests import ResponseChunk, Resume
 from sluice.replica.grammar.backends import constrain, use
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
+from sluice.replica.processes import on_cpu
 from sluice.replica.scheduler.local_scheduler import end_among
 from sluice.replica.scheduler.xargs import ID, KEY_PREFIX, from_xargs, to_xargs
 
@@ -38,6 +38,9 @@ from sluice.replica.scheduler.xargs import ID, KEY_PREFIX, from_xargs, to_xargs
 # followed by those tokens and computes the rest.
 
 AT_ONCE = 32  # Outputs that are repeated before the event loop gets a turn: some milliseconds
+
+MAX_PROMPT_LOGPROBS = 32_768
+"""In one response; vLLM makes them one by one on the replica's event loop."""
 
 _ZERO = ("presence_penalty", "frequency_penalty", "bad_words")
 _UNSET = (
@@ -240,13 +243,12 @@ class WatchedLLM(AsyncLLM):
     """``AsyncLLM`` that keeps an ``ApiCall`` record of each live call, by id in the fleet.
 
     ``waits``: since when each engine request waits for its next output, monotonic seconds; those
-    with a slow consumer do not count. ``max_prompt_logprobs``: 0 for none."""
+    with a slow consumer do not count."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.calls: dict[str, ApiCall] = {}
         self.grammars: GrammarCheck | None = None
         self.waits: dict[tuple[int, int], float] = {}
-        self.max_prompt_logprobs = inf
         super().__init__(*args, **kwargs)
         # vLLM would check constraints again, with a backend that it chooses by other rules.
         self.input_processor.structured_outputs_config = None
@@ -296,7 +298,8 @@ class WatchedLLM(AsyncLLM):
         each = params.prompt_logprobs
         if each is None:
             return
-        if not self.max_prompt_logprobs:
+        if self.vllm_config.lora_config is not None and on_cpu():
+            # There LoRA layers expect logits of sampled tokens alone: others end the engine.
             raise ValueError(
                 "prompt_logprobs, and logprobs with echo, are not available from an engine that "
                 "serves LoRA adapters on CPUs."
@@ -305,11 +308,11 @@ class WatchedLLM(AsyncLLM):
             each = self.vllm_config.model_config.get_vocab_size()
         tokens = len(prompt["prompt_token_ids"])
         call.prompt_logprobs += (each + 1) * tokens * params.n
-        if call.prompt_logprobs > self.max_prompt_logprobs:
+        if call.prompt_logprobs > MAX_PROMPT_LOGPROBS:
             raise ValueError(
                 f"prompt_logprobs: {each + 1} log probabilities for each of {tokens} prompt tokens "
                 f"and {params.n} choices bring this request to {call.prompt_logprobs}; allowed are "
-                f"{self.max_prompt_logprobs}. Ask for fewer, or send a shorter prompt."
+                f"{MAX_PROMPT_LOGPROBS}. Ask for fewer, or send a shorter prompt."
             )
 
     async def check_tags(self, body: Mapping[str, Any]) -> None:

@@ -58,7 +58,6 @@ from sluice.replica.vllm.setup import (
     client_error_types,
     engine_arguments,
     launch,
-    max_prompt_logprobs,
     prepare_environment,
 )
 from sluice.replica.vllm.warm_up import warm_up
@@ -66,6 +65,7 @@ from sluice.replica.vllm_args import devices, workers
 from sluice.scheduling.fleet.ranks import rank_name
 from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.preemption import TaskBounds
 from sluice.scheduling.roles import Role
 
 if TYPE_CHECKING:
@@ -244,9 +244,6 @@ class VllmEngine:
         started_s = time.monotonic()
         launched = await self._launch(model)
         self._llm = launched.llm
-        self._llm.max_prompt_logprobs = max_prompt_logprobs(
-            config.max_prompt_logprobs, self._llm.vllm_config
-        )
         self._servings = launched.servings
         self._models = launched.models
         self._reasoning_ends = reasoning_ends(launched.llm)
@@ -264,8 +261,7 @@ class VllmEngine:
     async def _launch(self, model: str) -> Launched:
         config = self._config
         log = config.batch_log
-        preemption = config.preemption.granularity != "off"
-        prepare_environment(model, config.pin_cpu, preemption)
+        prepare_environment(model, config.pin_cpu, config.preemption)
         if config.pin_cpu and workers(config.vllm_args) > 1:
             bind_workers(devices(config.vllm_args), self._cpu_core)
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
@@ -286,7 +282,7 @@ class VllmEngine:
                 policy_options=config.policy_options,
                 role=self._role,
                 best_effort=config.best_effort,
-                preemption=config.preemption,
+                preemption=TaskBounds() if config.preemption else None,
                 batch_log=None if log is None else Path(f"${batch_log}.jsonl"),
                 cpu_core=self._cpu_core if on_cpu() else None,
             )
@@ -311,7 +307,7 @@ class VllmEngine:
             kv_blocks=blocks,
             block_tokens=block_tokens,
             profile=profile,
-            preempts=self._config.preemption.granularity != "off",
+            preempts=self._config.preemption,
             policy_options=settings.make_policy().options.model_dump(mode="json"),
         )
 

@@ -127,6 +127,9 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "sluice"
 
+TIMEOUT_S = 5.0
+"""Max time of a transfer of one prompt's KV, after which it is recomputed, seconds."""
+
 KEEP_S = 30.0
 """How long the KV of a prompt is kept until another engine fetches it, seconds."""
 
@@ -281,7 +284,6 @@ class _SchedulerSide:
         self.workers: list[WorkerAddress] = []
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._block = vllm_config.cache_config.block_size
-        self._timeout_s = config.timeout_s
         self._fetches = vllm_config.kv_transfer_config.is_kv_consumer
         self._wanted: dict[str, Offer] = {}
         self._prefills: dict[str, Any] = {}
@@ -353,7 +355,7 @@ class _SchedulerSide:
                 offer,
                 first,
                 list(blocks.get_block_ids()[0][first:last]),
-                time.monotonic() + self._timeout_s,
+                time.monotonic() + TIMEOUT_S,
             )
         )
 
@@ -417,11 +419,11 @@ class _WorkerSide:
         self._rank = get_tensor_model_parallel_rank()
         self._layers = BlockLayers(kv_caches, self._blocks)
         layout = self._layers.digest(model_facts(self._vllm_config))
-        host = self._config.host or get_ip()
+        host = get_ip()
         # vLLM's answer if it finds no address.
         if host == "0.0.0.0":
             host = "127.0.0.1"
-        self._server = TransferServer(self._kept, layout, host, self._config.timeout_s)
+        self._server = TransferServer(self._kept, layout, host, TIMEOUT_S)
         self.address = WorkerAddress(host, self._server.port, layout)
         logger.info("serving KV transfers at %s, port %d", host, self._server.port)
 

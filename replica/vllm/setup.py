@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import difflib
+import importlib
 import importlib.util
 import io
 import json
@@ -14,7 +15,7 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
@@ -29,45 +30,18 @@ from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm_args import by_option, check_names, workers
 from sluice.scheduling.roles import Role
 
-# Variants of the vLLM engine: packages that replace more of it than its scheduler.
-#
-# A variant registers itself when its package is imported, so the stock engine imports none of
-# them. The code that makes an engine imports the variant that its configuration asks for.
+_PREEMPTION: Final = "sluice.replica.preemption"
+"""By name only, as vLLM finds what is in it: the package is built on this one."""
 
 
-class Variant(Protocol):
-    """The changes of a variant."""
-
-    name: str
-
-    def wanted(self, settings: SchedulerSettings) -> bool:
-        """Whether these settings ask for it."""
-
-    def arguments(self, ranks: int) -> dict[str, Any]:
-        """The arguments of vLLM's command line that it needs with ``ranks`` workers."""
-
-    def check(self, vllm_config: Any) -> None:
-        """Raises UnsupportedVllmError: it cannot run under ``vllm_config``; it says why."""
-
-
-_registered: dict[str, Variant] = {}
-
-
-def register(variant: Variant) -> None:
-    """Make a variant known to this process."""
-    _registered[variant.name] = variant
-
-
-def variant_of(settings: SchedulerSettings) -> Variant | None:
-    """The variant of ``settings``, or ``None``. Raises RuntimeError: its package is missing."""
-    for variant in _registered.values():
-        if variant.wanted(settings):
-            return variant
-    if settings.preemption.granularity != "off":
-        raise RuntimeError(
-            "preemption is configured, but sluice.replica.preemption.variant not imported"
-        )
-    return None
+def preemption_arguments(ranks: int) -> dict[str, Any]:
+    """vLLM's arguments that preemption of running prefills requires, with ``ranks`` workers."""
+    executor = "PreemptiveExecutor" if ranks == 1 else "PreemptiveGroupExecutor"
+    return {
+        "distributed-executor-backend": f"{_PREEMPTION}.executor.{executor}",
+        "async-scheduling": False,
+        "scheduler-cls": f"{_PREEMPTION}.support.make_scheduler",
+    }
 
 
 # Which of vLLM's tool parsers reads the calls of a model.
@@ -218,11 +192,10 @@ def parse_arguments(
 
     arguments = by_option(given)
     check_names(arguments)
-    variant = variant_of(settings)
-    needed = variant.arguments(workers(arguments)) if variant is not None else {}
+    needed = preemption_arguments(workers(arguments)) if settings.preemption is not None else {}
     for name, value in needed.items():
-        if variant is not None and arguments.get(name, value) != value:
-            raise ValueError(f"vllm_args: with {variant.name}, {name} must be {value}")
+        if arguments.get(name, value) != value:
+            raise ValueError(f"vllm_args: with preemption, {name} must be {value}")
     arguments |= _speculation_arguments(arguments)
     _check_kv_tier(arguments)
     if transfer is not None:
@@ -231,7 +204,7 @@ def parse_arguments(
         arguments |= _in_step(arguments)
     if on_cpu():
         arguments = _cpu_defaults(arguments) | arguments
-    if variant is None and workers(arguments) > 1:
+    if not needed and workers(arguments) > 1:
         arguments.setdefault("worker-extension-cls", EXTENSION)
     arguments |= {
         "model": model,
@@ -350,9 +323,8 @@ def engine_config(arguments: Any) -> Any:
     )
     check_config(vllm_config)
     settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
-    variant = variant_of(settings)
-    if variant is not None:
-        variant.check(vllm_config)
+    if settings.preemption is not None:
+        importlib.import_module(f"{_PREEMPTION}.support").check_preemption(vllm_config)
     check_model(vllm_config)
     return vllm_config
 
@@ -428,12 +400,6 @@ def client_error_types() -> tuple[type[Exception], ...]:
     return (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
 
 
-def max_prompt_logprobs(configured: int, vllm_config: Any) -> int:
-    """Max log probabilities of prompt tokens in one response; 0 with LoRA on CPUs, whose layers
-    expect logits of sampled tokens alone: those of a prompt end the engine."""
-    return 0 if vllm_config.lora_config is not None and on_cpu() else configured
-
-
 def _speculation_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """vLLM arguments that let the plan choose how many drafted tokens are checked."""
     if given.get("speculative-config") is None:
@@ -479,7 +445,7 @@ def transfer_argument(transfer: TransferConfig, role: Role = "mixed") -> dict[st
     if transfer.connector == "nixl" and not has_nixl:
         raise ValueError("engine.transfer.connector is nixl, but its package is not installed")
     if transfer.connector == "nixl" or (transfer.connector == "auto" and has_nixl and not on_cpu()):
-        _prepare_nixl(transfer)
+        _prepare_nixl()
         return {"kv_connector": "NixlConnector", "kv_role": "kv_both", **shared}
     return {
         "kv_connector": "TcpConnector",
@@ -503,11 +469,11 @@ def _in_step(given: dict[str, Any]) -> dict[str, Any]:
     return {"async-scheduling": False}
 
 
-def _prepare_nixl(transfer: TransferConfig) -> None:
+def _prepare_nixl() -> None:
     """Set where other engines learn how to read this one's memory: NIXL reads its environment."""
     from vllm.utils.network_utils import get_ip, get_open_port
 
-    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", transfer.host or get_ip())
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", get_ip())
     os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(get_open_port()))
 
 

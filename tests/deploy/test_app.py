@@ -126,7 +126,7 @@ def test_each_pool_is_a_deployment_of_its_own() -> None:
     pools = {
         "prefill": {"count": 2, "num_gpus": 4, "node_labels": {"sluice/role": "prefill"}},
         "decode": {"autoscaling": {"min_replicas": 1, "max_replicas": 3, "initial_replicas": 2}},
-        "mixed": {"max_per_node": 1},
+        "mixed": {},
     }
     found = deployments({"replica": {"num_cpus": 3, "pools": pools}})
     assert set(found) == {"Prefill", "Decode", "Replica"}
@@ -136,7 +136,7 @@ def test_each_pool_is_a_deployment_of_its_own() -> None:
     assert RayActorOptionsSchema(**options).label_selector == {"sluice/role": "prefill"}
     scaled = decode._deployment_config.autoscaling_config
     assert (scaled.min_replicas, scaled.initial_replicas, scaled.max_replicas) == (1, 2, 3)
-    assert mixed._replica_config.max_replicas_per_node == 1
+    assert mixed.ray_actor_options["num_cpus"] == 3
     # A request may go to another pool, so it does not wait for long for a replica of this one.
     assert {waits_s(each) for each in found.values()} == {OTHER_POOL_WAIT_S}
     roles = {name: each.init_args[5] for name, each in found.items()}

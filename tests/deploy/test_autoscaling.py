@@ -71,11 +71,6 @@ class Serve:
         return self.target
 
 
-def test_replicas_tell_of_their_load_as_often_as_it_is_looked_at() -> None:
-    config = serve_autoscaling(CONFIG.model_copy(update={"interval_s": 0.5}))
-    assert config.metrics_interval_s == 0.5 < config.look_back_period_s
-
-
 def demanding(at_s: float, demand: float, ready: float = 1.0) -> Load:
     """A load since 0 of which all is prefill."""
     return Load(at_s, ready, asked=10 * at_s, asked_s=demand * at_s, head_room=0.5)

@@ -19,7 +19,7 @@ from sluice.replica.config import EngineConfig
 
 KV = {"kv_role": "kv_both"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-PREEMPTION = {"preemption": {"granularity": "operator"}}
+PREEMPTION = {"preemption": True}
 PIPELINE = {"pipeline-parallel-size": 2}
 
 REFUSED_BY_VLLM: dict[str, tuple[dict[str, Any], str]] = {
@@ -293,29 +293,29 @@ def test_what_two_settings_say_of_an_engine_is_told_by_one_of_them() -> None:
 
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
-OFF = {"preemption": {"granularity": "off"}}
+OFF = {"preemption": False}
 MULTI: dict[str, Any] = {"kv-transfer-config": {"kv_connector": "LMCacheMPConnector", **KV}}
 
 EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     # A configuration, what is said of it, and what that allows in its place.
     (
         {"engine": {**PREEMPTION, "transfer": {}}},
-        "engine.preemption.granularity: must be off, or engine.transfer left out",
+        "engine.preemption: must be false, or engine.transfer left out",
         [{"engine": {**OFF, "transfer": {}}}, {"engine": PREEMPTION}],
     ),
     (
         {"engine": {**PREEMPTION, "transfer": {"connector": "tcp"}}},
-        "engine.preemption.granularity: must be off, or engine.transfer left out",
+        "engine.preemption: must be false, or engine.transfer left out",
         [{"engine": {**OFF, "transfer": {"connector": "tcp"}}}, {"engine": PREEMPTION}],
     ),
     (
         {"engine": PREEMPTION, "replica": {"elastic": True}},
-        "engine.preemption.granularity: must be off, or replica.elastic left out",
+        "engine.preemption: must be false, or replica.elastic left out",
         [{"engine": OFF, "replica": {"elastic": True}}, {"engine": PREEMPTION}],
     ),
     (
         {"engine": PREEMPTION, "replica": {"pools": PAIR}},
-        "decode.engine.preemption.granularity: must be off, or pools of prefill and decode .*"
+        "decode.engine.preemption: must be false, or pools of prefill and decode .*"
         r"replica\.pools\.prefill\.engine\.preemption\), with engine\.transfer\.connector tcp",
         [
             {"engine": PREEMPTION},
@@ -327,7 +327,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     ),
     (
         {"replica": {"pools": {"prefill": {"engine": PREEMPTION}, "decode": {}}}},
-        "must be off, or engine.transfer.connector tcp, not auto",
+        "must be false, or engine.transfer.connector tcp, not auto",
         [
             {"replica": {"pools": {"prefill": {"engine": OFF}, "decode": {}}}},
             {
@@ -364,7 +364,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     ),
     (
         {"engine": {**PREEMPTION, "vllm_args": {"kv-offloading-size": 2}}},
-        "must be off with kv-offloading-size in vllm_args",
+        "must be false with kv-offloading-size in vllm_args",
         [{"engine": {**OFF, "vllm_args": {"kv-offloading-size": 2}}}, {"engine": PREEMPTION}],
     ),
     (
@@ -398,7 +398,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
             ({}, {"speculative-config": NGRAM}, {}, "speculative-config"),
             ({}, {"kv-offloading-size": 2}, {}, "kv-offloading-size"),
             ({}, MULTI, {}, "kv-transfer-config"),
-            (PREEMPTION, {}, {}, "preemption.granularity"),
+            (PREEMPTION, {}, {}, "preemption"),
         )
     ),
     *(
@@ -441,7 +441,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
     ),
     (
         {"engine": {**PREEMPTION, "kind": "simulated"}},
-        "granularity must be off: only vLLM's",
+        "preemption must be false: only vLLM's",
         [{"engine": {**OFF, "kind": "simulated"}}, {"engine": PREEMPTION}],
     ),
     (
@@ -453,7 +453,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
                 },
             }
         },
-        "must be off with drafts by a draft model, or the method of speculative-config ngram",
+        "must be false with drafts by a draft model, or the method of speculative-config ngram",
         [{"engine": {**PREEMPTION, "vllm_args": {"speculative-config": NGRAM}}}],
     ),
     (
@@ -464,7 +464,7 @@ EXCLUDED: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
                 "vllm_args": {"enable-lora": True},
             }
         },
-        "adapters_dir needs preemption.granularity off",
+        "adapters_dir needs preemption: false",
         [{"engine": {"adapters_dir": "/adapters", "vllm_args": {"enable-lora": True}}}],
     ),
 ]

@@ -14,7 +14,7 @@ from sluice.replica.config import TransferConfig
 
 PAIR: dict[str, Any] = {"prefill": {}, "decode": {}}
 TCP = {"connector": "tcp"}
-PREEMPTIVE_POOL = {"preemption": {"granularity": "operator"}}
+PREEMPTIVE_POOL = {"preemption": True}
 PREEMPTIVE = {"transfer": TCP, **PREEMPTIVE_POOL}
 
 
@@ -49,7 +49,7 @@ def test_elastic_replicas_are_one_pool_whose_engines_send_and_receive_kv() -> No
         ValueError, match="elastic and pools exclude each other: replicas of a pool"
     ):
         parse_config({"replica": {"elastic": True, "pools": PAIR}})
-    with pytest.raises(ValueError, match=r"engine.preemption.granularity: .*may receive KV"):
+    with pytest.raises(ValueError, match=r"engine.preemption: .*may receive KV"):
         parse_config({"engine": PREEMPTIVE, "replica": elastic})
 
 
@@ -122,8 +122,8 @@ def test_prefills_can_be_preempted_in_the_pool_that_only_sends_kv() -> None:
         "replica": {"pools": {"prefill": {"engine": PREEMPTIVE_POOL}, "decode": {}}},
     }
     prefill, decode = parse_config(data).fleets[0].pools
-    granularity = [each.engine.preemption.granularity for each in (prefill, decode)]
-    assert granularity == ["operator", "off"]
+    preempt = [each.engine.preemption for each in (prefill, decode)]
+    assert preempt == [True, False]
 
 
 def test_options_of_another_policy_do_not_reach_a_pool() -> None:
@@ -216,22 +216,22 @@ def test_what_is_printed_is_read_as_the_same() -> None:
             "replica.pools.decode.engine.simulated.block_tokens: .*it is 8, and 16 in prefill",
         ),
         (
-            {"engine": {"preemption": {"granularity": "operator"}}, "replica": {"pools": PAIR}},
-            "replica.pools.prefill.engine.preemption.granularity: must be off, or "
+            {"engine": {"preemption": True}, "replica": {"pools": PAIR}},
+            "replica.pools.prefill.engine.preemption: must be false, or "
             "engine.transfer.connector tcp, not auto.*replica.pools.decode.engine.preemption",
         ),
         (
             {"engine": PREEMPTIVE, "replica": {"pools": PAIR}},
-            "replica.pools.decode.engine.preemption.granularity: .*may receive KV",
+            "replica.pools.decode.engine.preemption: .*may receive KV",
         ),
         (
             {
                 "engine": {"transfer": TCP},
                 "replica": {"pools": {**PAIR, "mixed": {"engine": PREEMPTIVE_POOL}}},
             },
-            "replica.pools.mixed.engine.preemption.granularity: .*may receive KV",
+            "replica.pools.mixed.engine.preemption: .*may receive KV",
         ),
-        ({"engine": PREEMPTIVE}, "engine.preemption.granularity: .*may receive KV"),
+        ({"engine": PREEMPTIVE}, "engine.preemption: .*may receive KV"),
         (
             {"models": {"a": {"replica": {"pools": {**PAIR, "mixed": {"engine": {"kind": "x"}}}}}}},
             "models.a.replica.pools.mixed.engine.kind: must be the same",

@@ -101,7 +101,6 @@ def test_one_of_several_models_is_measured(tmp_path: Path) -> None:
 def test_a_real_engine_is_measured_and_its_replicas_find_the_profile(tmp_path: Path) -> None:
     engine = {
         "cache_dir": str(tmp_path),
-        "profile_budget_s": 1.0,
         "vllm_args": {"max-model-len": 512, "max-num-batched-tokens": 128, "max-num-seqs": 16},
     }
     path = tmp_path / "sluice.yaml"

@@ -32,7 +32,7 @@ def test_defaults_bounds_and_links_are_those_of_the_code() -> None:
     text = configuration()
     assert '| `default_class` | text | `"standard"` |' in text
     assert "| `port` | integer | `8000` | 1 to 65,535 |" in text
-    assert "| `profile_budget_s` | number | `5.0` | > 0, ≤ 600 |" in text
+    assert "| `drain_timeout_s` | number | `600.0` | > 0 |" in text
     assert "| `router` | [object](#router) | see below |" in text
     assert "| `classes` | mapping of names to [object](#routerclassesname) | see below |" in text
     # What it would print of a secret is nothing: there is none by default.

@@ -37,7 +37,6 @@ _FIELDS = {
             "min_replicas": 0,
             "max_replicas": 2,
             "zero_after_s": 8,
-            "interval_s": 0.2,
             "policy_options": {"smoothing_s": 0.5, "startup_s": 2.0, "down_after_s": 2.0},
         },
     },

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.release]
 PAIR = {"prefill": 1, "decode": 1}
 PREFILL = {
     "policy": "slidebatching",
-    "preemption": {"granularity": "operator", "least_tokens": 1},
+    "preemption": True,
 }
 TOKENS = 24
 FIELDS: dict[str, Any] = {

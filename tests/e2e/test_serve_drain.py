@@ -70,7 +70,7 @@ class Stream:
 
 
 SLOW: dict[str, Any] = {"kind": "simulated", "simulated": {"step_s": STEP_S}}
-VLLM: dict[str, Any] = {"profile_budget_s": 2, "vllm_args": {"max-model-len": 8192}}
+VLLM: dict[str, Any] = {"vllm_args": {"max-model-len": 8192}}
 
 
 @contextmanager

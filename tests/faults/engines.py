@@ -15,7 +15,6 @@ ENGINES = Setting(
         "name": "vllm-faults",
         "engine": {
             "model": "local",
-            "profile_budget_s": 2,
             "vllm_args": {"max-model-len": 2048, "kv-cache-memory-bytes": 64 << 20},
         },
         "replica": {"count": 2, "num_cpus": 0.1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
+
+os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # for KV transfers
 
 
 @pytest.fixture(scope="session")
@@ -60,11 +63,11 @@ async def vllm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
             "tool-call-parser": "hermes",
             "worker-cls": "tests.replica.compiling.CompilingWorker",
         },
-        profile_budget_s=3.0,
-        max_prompt_logprobs=1_000,
     )
     engine = VllmEngine(config, "replica-1", 32)
-    info = await engine.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sluice.replica.profiling.BUDGET_S", 3.0)
+        info = await engine.start()
     (compiled,) = await engine._llm.collective_rpc("compilations")
     yield Started(engine, info, compiled)
     await engine.stop()

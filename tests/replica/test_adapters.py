@@ -224,7 +224,7 @@ async def test_names_of_the_model_and_of_configured_adapters_are_taken(side: Sid
         ({"vllm_args": {}}, "needs vLLM with enable-lora"),
         ({"kind": "simulated"}, "needs vLLM with enable-lora"),
         ({"adapters_dir": "adapters"}, "absolute path"),
-        ({"preemption": {"granularity": "operator"}}, "needs preemption.granularity off"),
+        ({"preemption": True}, "needs preemption: false"),
     ],
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:

@@ -61,16 +61,15 @@ def test_what_is_wrong_with_a_configuration_is_said(given, reason):
 
 
 def test_only_n_grams_are_drafted_beside_suspended_prefills():
-    layer = {"granularity": "layer"}
     model = {"model": "small", "num_speculative_tokens": 3}
     eagle = {**model, "method": "eagle3"}
     for config in (eagle, json.dumps(eagle), model):
         for name in ("speculative-config", "speculative_config"):
             with pytest.raises(ValueError, match=r"drafts by (eagle3|a draft model), or"):
-                EngineConfig(vllm_args={name: config}, preemption=layer)
+                EngineConfig(vllm_args={name: config}, preemption=True)
     for none in ({}, {"speculative-config": None}):
-        assert EngineConfig(vllm_args=none, preemption=layer).draft_method is None
-    found = EngineConfig(vllm_args={"speculative_config": NGRAM}, preemption=layer)
+        assert EngineConfig(vllm_args=none, preemption=True).draft_method is None
+    found = EngineConfig(vllm_args={"speculative_config": NGRAM}, preemption=True)
     assert found.draft_method == "ngram"
 
 

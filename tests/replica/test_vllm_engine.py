@@ -470,9 +470,9 @@ async def test_an_engine_that_stands_still_is_seen_to_and_answers_when_it_moves(
     ],
     ids=["one", "choices", "echo"],
 )
-async def test_log_probabilities_of_prompts_are_bounded(engine, config, body, per_token):
-    fits = config.max_prompt_logprobs // per_token
-    assert config.max_prompt_logprobs == 1_000
+async def test_log_probabilities_of_prompts_are_bounded(engine, monkeypatch, body, per_token):
+    monkeypatch.setattr("sluice.replica.vllm.client.MAX_PROMPT_LOGPROBS", 1_000)
+    fits = 1_000 // per_token
     fixed = {"max_tokens": 1, "temperature": 0.5, **body}
     most = request("fits", "completions", prompt=[7] * fits, **fixed)
     head, chunks, _ = await answer(engine, most)

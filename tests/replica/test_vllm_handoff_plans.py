@@ -26,7 +26,7 @@ def engine(tmp_path_factory):
     from vllm.config import KVTransferConfig
 
     directory = tmp_path_factory.mktemp("engine")
-    transfer = transfer_argument(TransferConfig(connector="tcp", host="127.0.0.1"))
+    transfer = transfer_argument(TransferConfig(connector="tcp"))
     engine = InProcess(
         attentive_model(directory),
         directory,

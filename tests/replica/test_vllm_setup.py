@@ -17,7 +17,7 @@ from sluice.replica.vllm.setup import choose_parser, parse_arguments, parser_of,
 
 pytestmark = pytest.mark.vllm
 
-TCP = TransferConfig(connector="tcp", timeout_s=7.0)
+TCP = TransferConfig(connector="tcp", max_bytes=1 << 21)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 OFFLOADING = {"kv-offloading-size": 8}
 LMCACHE = {**OFFLOADING, "kv-offloading-backend": "lmcache"}
@@ -84,7 +84,7 @@ def test_asynchronous_scheduling_is_vllms_choice_unless_it_loses_tokens_of_trans
 def test_the_connector_for_transfers_is_set_and_an_operators_own_is_kept(parse):
     config = parse({}, transfer=TCP).kv_transfer_config
     assert (config.kv_role, config.kv_load_failure_policy) == ("kv_both", "recompute")
-    assert config.kv_connector_extra_config["sluice"]["timeout_s"] == 7.0
+    assert config.kv_connector_extra_config["sluice"]["max_bytes"] == 1 << 21
     assert parse(connector("X")).kv_transfer_config.kv_connector == "X"
     assert transfer_argument(TCP, "decode")["kv_role"] == "kv_both"
     assert transfer_argument(TCP, "prefill")["kv_role"] == "kv_producer", "it only sends"
@@ -97,10 +97,11 @@ def test_nixl_is_taken_where_it_can_run(monkeypatch):
     assert transfer_argument(TransferConfig())["kv_connector"] == "TcpConnector"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("sluice.replica.vllm.setup.on_cpu", lambda: False)
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.1")
     for name in ("HOST", "PORT"):
         monkeypatch.delenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", raising=False)
     for chosen, expected in (("auto", "NixlConnector"), ("tcp", "TcpConnector")):
-        argument = transfer_argument(TransferConfig(connector=chosen, host="10.0.0.1"))
+        argument = transfer_argument(TransferConfig(connector=chosen))
         assert argument["kv_connector"] == expected
         assert argument["kv_load_failure_policy"] == "recompute"
     assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.1"

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,19 +8,19 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.preemption import (
-    LEAST_GAP_SHARE,
+    MIN_GAP_SHARE,
     REMEMBERED_S,
     USABLE,
     AgedShare,
     DecodeTurns,
     InFlight,
-    Options,
     Prefill,
+    TaskBounds,
     decide,
     decode_step_due_s,
 )
 
-OPTIONS = Options(chunk=1000, small_chunk=100, together=400, most=2000)
+BOUNDS = TaskBounds(chunk_tokens=1000, small_chunk_tokens=100, batch_tokens=400)
 S_PER_TOKEN = 0.001
 
 seconds = st.floats(0, 20).map(lambda value: round(value, 3))
@@ -45,8 +46,8 @@ def together_s(members):
     return sum(each.alone_s for each in members)
 
 
-def chosen(waiting, top, now_s, options=OPTIONS):
-    return decide(waiting, top, now_s, together_s, options)
+def chosen(waiting, top, now_s, bounds=BOUNDS, **options):
+    return decide(waiting, top, now_s, together_s, bounds, **options)
 
 
 def late(each, now_s):
@@ -71,16 +72,16 @@ def test_a_task_holds_waiting_prefills_once_within_its_bounds(waiting, top, now_
     assert len(set(names)) == len(names)
     assert all(1 <= count <= pending[name] for name, count in batch.members)
     total = sum(count for _, count in batch.members)
-    assert total <= OPTIONS.chunk
-    if len(names) > 1 and feasible(batch, waiting, now_s) and total >= OPTIONS.together:
+    assert total <= BOUNDS.chunk_tokens
+    if len(names) > 1 and feasible(batch, waiting, now_s) and total >= BOUNDS.batch_tokens:
         by_name = {each.request_id: each for each in waiting}
         head, *joined = (by_name[name] for name in names)
         alike = [each for each in joined if each.ttft_s <= head.ttft_s and not late(each, now_s)]
-        assert head.tokens < OPTIONS.together
-        assert all(each.tokens < OPTIONS.together for each in alike)
+        assert head.tokens < BOUNDS.batch_tokens
+        assert all(each.tokens < BOUNDS.batch_tokens for each in alike)
         # The others joined while the sum was small.
         rest = [each for each in joined if each not in alike]
-        assert not rest or sum(each.tokens for each in rest) + head.tokens < OPTIONS.together
+        assert not rest or sum(each.tokens for each in rest) + head.tokens < BOUNDS.batch_tokens
 
 
 @given(queues(), seconds)
@@ -157,14 +158,15 @@ def test_late_prefills_run_together():
     waiting = [Prefill(f"r{index}", 1.0, 300, 0.3) for index in range(5)]
     assert [name for name, _ in chosen(waiting, None, 5.0).members] == ["r0", "r1", "r2"]
     free = [
-        each._replace(request_id=f"free{each.request_id}", best_effort=True) for each in waiting
+        each._replace(request_id=f"free {index}", best_effort=True)
+        for index, each in enumerate(waiting)
     ]
     assert len(chosen([waiting[0], *free], None, 5.0).members) == 1
 
 
 def test_without_batching_every_task_is_one_prefill():
     waiting = [Prefill(f"r{index}", 10.0 + index, 10, 0.01) for index in range(5)]
-    alone = Options(chunk=1000, small_chunk=100, together=0, most=2000)
+    alone = replace(BOUNDS, batch_tokens=0)
     assert chosen(waiting, None, 0.0, alone).members == (("r0", 10),)
     assert len(chosen(waiting, None, 0.0).members) == 5
 
@@ -189,9 +191,8 @@ def test_short_prefills_with_one_objective_run_together_up_to_a_chunk():
 def test_what_could_not_be_suspended_runs_in_small_chunks():
     waiting = [Prefill("long", 10.0, 2000, 2.0)]
     assert chosen(waiting, None, 0.0).members == (("long", 1000),)
-    full = decide(waiting, None, 0.0, together_s, OPTIONS, full=True)
-    assert full.members == (("long", 100),)
-    assert feasible(full, waiting, 0.0)
+    assert chosen(waiting, None, 0.0, full=True).members == (("long", 100),)
+    assert chosen(waiting, None, 0.0, max_tokens=300).members == (("long", 300),)
 
 
 def test_no_slack_is_spent_on_prefills_without_a_deadline():
@@ -237,7 +238,6 @@ def test_nobody_has_a_turn_before_the_patience_is_over():
 
 
 STEP_S, GAP_S = 0.02, 0.05
-NONE = np.empty(0)
 MODEL = LinearLatency(a=0.006, b=4e-4)
 
 
@@ -247,32 +247,28 @@ def due_s(*decodes, stop_s=0.0):
     return decode_step_due_s(first_s, emitted, last_s, tpot_s, STEP_S, GAP_S, stop_s)
 
 
+SHARE_S = MIN_GAP_SHARE * STEP_S
+
+
 @pytest.mark.parametrize(
-    ("decodes", "expected_s"),
+    ("decodes", "stop_s", "expected_s"),
     [
-        ([(1.0, 1, 1.0, 0.1)], 1.07),  # most of a TPOT after its last token, with the step
-        ([(1.0, 1, 1.0, 0.2), (1.02, 1, 1.02, 0.1)], 1.09),  # of several the earliest
-        ([(0.0, 50, 1.0, 0.1)], 1.07),  # far ahead: the same, and its lead is kept
-        ([(0.0, 10, 0.92, 0.1)], 0.972),  # a bit behind: most of the time until it is due
-        ([(0.0, 10, 1.2, 0.1)], 1.205),  # late: soon, after a share for prefills
-        ([(math.nan, 9, 1.0, 0.1)], 1.07),  # one that makes nothing up
-        ([(1.0, 1, 1.0, math.inf)], 1.05),  # no TPOT: the gap
-        ([(1.0, 1, 1.0, math.nan)], 1.05),
-        ([(1.0, 1, 1.0, 0.02)], 1.05),  # no step holds it
-        ([], None),
+        pytest.param([(1.0, 1, 1.0, 0.1)], 0.0, 1.07, id="most of a TPOT after its last token"),
+        pytest.param([(1.0, 1, 1.0, 0.2), (1.02, 1, 1.02, 0.1)], 0.0, 1.09, id="the earliest"),
+        pytest.param([(0.0, 50, 1.0, 0.1)], 0.0, 1.07, id="far ahead: its lead is kept"),
+        pytest.param([(0.0, 10, 0.92, 0.1)], 0.0, 0.972, id="behind: most of the time left"),
+        pytest.param([(0.0, 10, 1.2, 0.1)], 0.0, 1.2 + SHARE_S, id="late: after a share"),
+        pytest.param([(math.nan, 9, 1.0, 0.1)], 0.0, 1.07, id="one that makes nothing up"),
+        pytest.param([(1.0, 1, 1.0, math.inf)], 0.0, 1.05, id="no TPOT: the gap"),
+        pytest.param([(1.0, 1, 1.0, math.nan)], 0.0, 1.05, id="an unknown TPOT: the gap"),
+        pytest.param([(1.0, 1, 1.0, 0.02)], 0.0, 1.05, id="a TPOT that no step can hold"),
+        pytest.param([(1.0, 1, 1.0, 0.1)], 0.01, 1.06, id="earlier by the stop"),
+        pytest.param([(1.0, 1, 1.0, 0.03)], 0.02, 1.0 + SHARE_S, id="a stop longer than the rest"),
+        pytest.param([], 0.0, None, id="no decodes"),
     ],
 )
-def test_a_step_of_decodes_is_due_by_their_own_tpot(decodes, expected_s):
-    assert due_s(*decodes) == pytest.approx(expected_s)
-
-
-def test_a_prefill_is_stopped_for_decodes_before_their_step_is_due():
-    assert due_s((1.0, 1, 1.0, 0.1), stop_s=0.01) == pytest.approx(1.06)
-
-
-def test_a_tpot_that_a_step_can_hold_is_not_given_up_for_a_long_stop():
-    """Stops are mostly shorter than is planned, and a step that was late is made up for."""
-    assert due_s((1.0, 1, 1.0, 0.03), stop_s=0.02) == pytest.approx(1.0 + LEAST_GAP_SHARE * STEP_S)
+def test_a_step_of_decodes_is_due_by_their_own_tpot(decodes, stop_s, expected_s):
+    assert due_s(*decodes, stop_s=stop_s) == pytest.approx(expected_s)
 
 
 @given(
@@ -283,13 +279,13 @@ def test_a_tpot_that_a_step_can_hold_is_not_given_up_for_a_long_stop():
 def test_late_steps_do_not_add_up(paces, overruns, planned):
     """If each step by itself could come in time, no token is later than the latest of them was."""
     tpot_s = paces * STEP_S
-    most_s = tpot_s - (1.0 + LEAST_GAP_SHARE) * STEP_S
+    most_s = tpot_s - STEP_S - SHARE_S
     stop_s = planned * most_s
     late_s = [each * (most_s - stop_s) for each in overruns]
     now_s = 0.0
     for emitted, each_s in enumerate(late_s, start=1):
         begins_s = due_s((0.0, emitted, now_s, tpot_s), stop_s=stop_s)
-        assert begins_s >= now_s + LEAST_GAP_SHARE * STEP_S - 1e-9
+        assert begins_s >= now_s + SHARE_S - 1e-9
         now_s = begins_s + stop_s + each_s + STEP_S
         assert now_s <= emitted * tpot_s + max(late_s) + 1e-9
 
@@ -316,8 +312,8 @@ def test_the_planned_stop_is_twice_the_share_of_tasks_that_stops_took():
     assert turns.stop_s(1.0) < 2.0
 
 
-def most_tokens(turns, *tpots_s, step_s=STEP_S, computed=0, least=256, now_s=0.0, **gap):
-    return turns.most_tokens(np.array(tpots_s), step_s, MODEL, computed, least, now_s, **gap)
+def max_tokens(turns, *tpots_s, step_s=STEP_S, computed=0, least=256, now_s=0.0, **gap):
+    return turns.max_tokens(np.array(tpots_s), step_s, MODEL, computed, least, now_s, **gap)
 
 
 @given(
@@ -330,7 +326,7 @@ def test_a_task_stops_within_half_of_what_a_step_leaves_of_the_tightest_tpot(
     checks, tpots_s, computed, least
 ):
     turns = DecodeTurns(checks)
-    most = most_tokens(turns, *tpots_s, computed=computed, least=least)
+    most = max_tokens(turns, *tpots_s, computed=computed, least=least)
     held = [each for each in tpots_s if each > STEP_S]
     if not held:
         assert most > 1_000_000
@@ -346,24 +342,24 @@ def test_a_task_stops_within_half_of_what_a_step_leaves_of_the_tightest_tpot(
 def test_tasks_are_bounded_by_decodes_only_and_a_while_after():
     """A prefill pool has no decodes, and a decode may come while a task runs."""
     turns = DecodeTurns(40)
-    unbounded = most_tokens(turns)
+    unbounded = max_tokens(turns)
     assert unbounded > 1_000_000
-    bounded = most_tokens(turns, 0.1, 0.5, now_s=1.0)
+    bounded = max_tokens(turns, 0.1, 0.5, now_s=1.0)
     assert bounded < 3_000
-    assert most_tokens(turns, 0.5, now_s=2.0) == most_tokens(turns, now_s=3.0) == bounded
-    assert bounded < most_tokens(turns, 0.5, now_s=2.0 + REMEMBERED_S) < unbounded
-    assert most_tokens(turns, now_s=3.0 + 2 * REMEMBERED_S) == unbounded
+    assert max_tokens(turns, 0.5, now_s=2.0) == max_tokens(turns, now_s=3.0) == bounded
+    assert bounded < max_tokens(turns, 0.5, now_s=2.0 + REMEMBERED_S) < unbounded
+    assert max_tokens(turns, now_s=3.0 + 2 * REMEMBERED_S) == unbounded
 
 
 def test_a_task_is_bounded_before_a_decode_comes():
     turns = DecodeTurns(40)
-    bounded = most_tokens(turns, gap_s=0.1)
-    assert bounded == most_tokens(DecodeTurns(40), 0.1)
-    assert most_tokens(turns, gap_s=0.001) == most_tokens(DecodeTurns(40), 2 * STEP_S)
-    assert most_tokens(turns, 0.06, gap_s=0.1) < bounded
-    assert most_tokens(DecodeTurns(40), 0.5, gap_s=0.1) == bounded
-    assert most_tokens(DecodeTurns(40), 0.5) > bounded
+    bounded = max_tokens(turns, gap_s=0.1)
+    assert bounded == max_tokens(DecodeTurns(40), 0.1)
+    assert max_tokens(turns, gap_s=0.001) == max_tokens(DecodeTurns(40), 2 * STEP_S)
+    assert max_tokens(turns, 0.06, gap_s=0.1) < bounded
+    assert max_tokens(DecodeTurns(40), 0.5, gap_s=0.1) == bounded
+    assert max_tokens(DecodeTurns(40), 0.5) > bounded
 
 
 def test_tasks_that_cannot_stop_are_not_bounded_by_their_stops():
-    assert most_tokens(DecodeTurns(0), 0.1) > 1_000_000
+    assert max_tokens(DecodeTurns(0), 0.1) > 1_000_000

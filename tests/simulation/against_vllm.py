@@ -36,6 +36,7 @@ import click
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.protocol.requests import EngineRequest, ResponseTail
+from sluice.replica import profiling
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineInfo
 from sluice.replica.vllm.engine import VllmEngine
@@ -89,7 +90,6 @@ def main(policy: str, windows: int, seconds: float, rate: float, seed: int, as_j
             batch_log=Path(directory),
             # Empty, so that the profile is of today.
             cache_dir=Path(directory),
-            profile_budget_s=20.0,
         )
         found = asyncio.run(compare(config, windows, seconds, rate, seed))
     columns = ("requests", "real_ms", "simulated_ms", "errors", "corrected_errors")
@@ -106,6 +106,7 @@ async def compare(
     Raises:
         ClickException: the engine could not be profiled with the linear model.
     """
+    profiling.BUDGET_S = 20.0
     engine = VllmEngine(config, _NAME, 1024)
     info = await engine.start()
     try:

@@ -26,15 +26,13 @@ class CheckedEngine(PreemptiveEngine):
     """The same engine, whose checks are counted. ``stops``: how often a check waited for its stop
     signal; ``adapters``: LoRA adapters, by the name of the request that uses it."""
 
-    def __init__(
-        self, model: Path, directory: Path, options: Mapping[str, Any], ranks: int = 1, **args: Any
-    ) -> None:
+    def __init__(self, model: Path, directory: Path, ranks: int = 1, **args: Any) -> None:
         if ranks > 1:
             # vLLM itself binds only one worker to each NUMA node.
             cores = sorted(os.sched_getaffinity(0))
             each = [str(cores[rank % len(cores)]) for rank in range(ranks)]
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
-        super().__init__(model, directory, options, ranks, **(_DEFAULTS | args))
+        super().__init__(model, directory, ranks, **(_DEFAULTS | args))
         self.stops = 0
         self.adapters: dict[str, Any] = {}
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import pytest_asyncio
 
-import sluice.replica.preemption.variant  # noqa: F401 - it registers itself
 from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseTail
 from sluice.replica.config import EngineConfig, TransferConfig
 from sluice.replica.scheduler.xargs import SchedulerSettings
@@ -23,6 +22,7 @@ from sluice.replica.vllm.contract import WITH_TRANSFER, age
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.local_model import local_model
 from sluice.replica.vllm.setup import parse_arguments
+from sluice.scheduling.preemption import TaskBounds
 from sluice.scheduling.request.objective import SLO
 from tests.known_profile import known_profile
 from tests.replica.small_engine import check_killed_worker
@@ -30,7 +30,6 @@ from tests.replica.small_engine import check_killed_worker
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 LONG = list(range(300, 1000)) * 2
-PREEMPTION = {"granularity": "operator", "least_tokens": 1}
 BLOCK = 32
 LAYERS = 2
 BLOCK_BYTES = 2 * BLOCK * 64 * 2
@@ -45,8 +44,8 @@ def config(tmp_path_factory):
         served_model_name="small",
         cache_dir=directory,
         policy="slidebatching",
-        preemption=PREEMPTION,
-        transfer=TransferConfig(connector="tcp", host="127.0.0.1"),
+        preemption=True,
+        transfer=TransferConfig(connector="tcp"),
         vllm_args={
             "max-model-len": 2048,
             "max-num-batched-tokens": 2048,
@@ -185,7 +184,7 @@ def vllm_config(config, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
     settings = SchedulerSettings(
-        state_table=tmp_path / "state", policy="s_edf", preemption=PREEMPTION
+        state_table=tmp_path / "state", policy="s_edf", preemption=TaskBounds()
     )
     arguments = parse_arguments(
         config.vllm_args, config.model, "small", settings, False, config.transfer, "prefill"
@@ -257,7 +256,7 @@ async def test_what_is_missing_is_told(vllm_config, monkeypatch):
 
 async def test_arguments_that_preemption_needs_cannot_be_others(config, tmp_path):
     settings = SchedulerSettings(
-        state_table=tmp_path / "state", policy="s_edf", preemption=PREEMPTION
+        state_table=tmp_path / "state", policy="s_edf", preemption=TaskBounds()
     )
     with pytest.raises(ValueError, match="async-scheduling must be False"):
         parse_arguments({"async-scheduling": True}, config.model, "small", settings)

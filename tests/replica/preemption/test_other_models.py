@@ -12,7 +12,6 @@ from tests.replica.preemption.trials import nested_work, random_trials
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
-OPTIONS = {"granularity": "operator", "depth": 3, "least_tokens": 1}
 TRIALS = 12
 
 
@@ -22,7 +21,7 @@ def engine_of(tmp_path):
     made = []
 
     def make(model, **args):
-        made.append(CheckedEngine(model, tmp_path, OPTIONS, num_gpu_blocks_override=64, **args))
+        made.append(CheckedEngine(model, tmp_path, num_gpu_blocks_override=64, **args))
         return made[-1]
 
     yield make
@@ -90,7 +89,7 @@ def test_a_suspended_prefill_has_its_own_lora_adapter_when_it_resumes(engine_of,
         texts.add(engine.alone(work).tokens)
     assert len(texts) == 3
     engine.adapters = {"w0": first, "w1": second, "w3": first}
-    assert engine.use("operator") == 5 * 2
+    assert engine.use() == 5 * 2
     found = random_trials(engine, TRIALS, seed=4)
     assert found["same"] == TRIALS
     assert found["stops"] >= TRIALS

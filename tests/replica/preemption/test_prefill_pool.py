@@ -22,9 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.release]
 BLOCK = 32
 WHOLE = 1024
 CHUNK = 128
-DEPTH = 3
 OUTPUT = 12
-TRANSFER = TransferConfig(connector="tcp", host="127.0.0.1")
+TRANSFER = TransferConfig(connector="tcp")
 
 
 class PrefillEngine(CheckedEngine):
@@ -41,7 +40,6 @@ class PrefillEngine(CheckedEngine):
         super().__init__(
             model,
             directory,
-            {"granularity": "operator", "depth": DEPTH, "least_tokens": 1},
             dtype="float32",
             num_gpu_blocks_override=96,
             kv_transfer_config=KVTransferConfig(**transfer_argument(TRANSFER, "prefill")),
@@ -169,19 +167,13 @@ def check_transferred(prefill, decode, work, chunk=WHOLE):
 
 
 @pytest.mark.parametrize(
-    ("granularity", "nested", "chunk", "shared"),
-    [
-        ("operator", 3, WHOLE, 0),
-        ("operator", 2, CHUNK, 0),
-        ("operator", 2, WHOLE, 96),
-        ("layer", 1, WHOLE, 0),
-    ],
+    ("nested", "chunk", "shared"), [(3, WHOLE, 0), (2, CHUNK, 0), (2, WHOLE, 96)]
 )
-def test_kv_and_text_are_those_of_stock_vllm(prefill, decode, granularity, nested, chunk, shared):
+def test_kv_and_text_are_those_of_stock_vllm(prefill, decode, nested, chunk, shared):
     """Each prompt stops the one before it, at a random check. The most urgent one is answered here,
     so that its decode steps run inside the suspended prompts, too."""
-    checks = prefill.use(granularity, chunk=chunk)
-    *made, last = works(f"{granularity} {chunk} {shared}", nested, shared)
+    checks = prefill.use(chunk_tokens=chunk)
+    *made, last = works(f"{chunk} {shared}", nested, shared)
     last = last._replace(output=3)
     before = prefill.stops
     results = run_nested(prefill, [*made, last], random.Random(nested), checks)
@@ -195,7 +187,7 @@ def test_kv_and_text_are_those_of_stock_vllm(prefill, decode, granularity, neste
 @pytest.mark.parametrize("seed", range(4))
 def test_a_discarded_prompt_saves_nothing(prefill, decode, connector, seed):
     """``w0`` is suspended by ``w1`` in the middle of a layer, and then aborted."""
-    checks = prefill.use("operator")
+    checks = prefill.use()
     stopped, urgent = works(seed, 1)
     at = random.Random(seed).randrange(1, checks)
     prefill.at_checks(
@@ -209,7 +201,7 @@ def test_a_discarded_prompt_saves_nothing(prefill, decode, connector, seed):
 
 
 def test_a_prompt_that_fails_saves_nothing_and_the_suspended_one_does(prefill, decode, connector):
-    checks = prefill.use("operator")
+    checks = prefill.use()
     stopped, urgent = works(7, 1)
     at = checks // 2 + 1
     prefill.at_checks({at: lambda: prefill.add(urgent)})

@@ -16,13 +16,13 @@ from sluice.scheduling.preemption import AgedShare, DecodeTurns
 from tests.replica.engines import EngineProcess, StockEngine, Work
 from tests.replica.preemption.engine import CheckedEngine
 from tests.replica.preemption.trials import nested_work, random_trials, run_nested
-from tests.replica.preemption.waits import STOCK, WAYS, Bench, Prompts, random_prompt
+from tests.replica.preemption.waits import BOUNDS, STOCK, WAYS, Bench, Prompts, random_prompt
 
 pytestmark = pytest.mark.vllm
 
 LAYERS = 4
 BLOCKS = 64
-DEPTH = 3
+DEPTH = BOUNDS.depth
 STOCK_ARGS = {
     "max_num_batched_tokens": 2048,
     "max_num_seqs": 16,
@@ -54,7 +54,6 @@ def engine(model, tmp_path_factory):
     made = CheckedEngine(
         model,
         tmp_path_factory.mktemp("preemption"),
-        {"granularity": "operator", "depth": DEPTH, "least_tokens": 1},
         num_gpu_blocks_override=BLOCKS,
         dtype="float32",
         speculative_config=with_all_lengths(NGRAM),
@@ -116,7 +115,7 @@ def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, st
     """Prefills stop inside layers, for each other and for steps of decodes, many of whose drafts
     are right. Then the text so far is a prompt, whose blocks are in the prefix cache. First in this
     file, so that the engine has its first drafts while prefills are suspended."""
-    checks = engine.use("operator")
+    checks = engine.use()
     chance = random.Random(15)
     counts = engine.scheduler._local.drafts
     before = counts.checked, counts.accepted, engine.stops
@@ -141,17 +140,15 @@ def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, st
 
 
 def test_tokens_are_those_of_runs_without_preemption(engine):
-    """At random places, by operator and layer, whole and in chunks, nested one to three deep, with
-    and without a common prefix. `python -m tests.replica.preemption.trials` does
-    more of them."""
+    """At random places, whole and in chunks, nested one to three deep, with and without a common
+    prefix. `python -m tests.replica.preemption.trials` does more of them."""
     found = random_trials(engine, TRIALS, seed=1)
     assert found["same"] == TRIALS
     assert found["stops"] >= TRIALS
 
 
-def test_every_operator_and_every_layer_has_a_check(engine):
-    assert engine.use("operator") == 5 * LAYERS
-    assert engine.use("layer") == LAYERS
+def test_every_operator_has_a_check(engine):
+    assert engine.use() == 5 * LAYERS
 
 
 def test_memory_is_kept_for_what_a_layer_of_this_model_holds(engine):
@@ -168,7 +165,7 @@ class TestPrefixCache:
     """A prompt that begins like that of a suspended prefill, whose blocks are not written yet."""
 
     def run(self, engine):
-        checks = engine.use("operator")
+        checks = engine.use()
         chance = random.Random(5)
         long, urgent = nested_work(chance, 1, shared=256)
         expected = engine.alone(urgent)
@@ -195,7 +192,7 @@ class TestPrefixCache:
 class TestAbort:
     def run(self, engine, aborted):
         """``w0`` is stopped by ``w1`` in its middle; ``aborted`` end at a check of ``w1``."""
-        middle = engine.use("operator") // 2
+        middle = engine.use() // 2
         made = nested_work(random.Random(6), 1)
         expected = {work.name: engine.alone(work) for work in made}
         engine.reset()
@@ -223,7 +220,7 @@ class TestAbort:
         """What has not ended has its tokens, and every stop signal is counted once."""
         chance = random.Random(16)
         for _ in range(TRIALS):
-            checks = engine.use("operator")
+            checks = engine.use()
             made = nested_work(chance, DEPTH)
             expected = {work.name: engine.alone(work) for work in made}
             engine.reset()
@@ -239,7 +236,7 @@ class TestAbort:
                 assert results[name].tokens == expected[name].tokens
 
     def test_of_one_that_waits(self, engine):
-        middle = engine.use("operator") // 2
+        middle = engine.use() // 2
         made = nested_work(random.Random(7), 1)
         calm = made[1]._replace(ttft_s=9000.0)
         expected = engine.alone(made[0])
@@ -254,7 +251,7 @@ class TestAbort:
 
 
 def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
-    checks = engine.use("operator")
+    checks = engine.use()
     made = nested_work(random.Random(8), 2)
     expected = {work.name: engine.alone(work) for work in made}
     engine.reset()
@@ -279,7 +276,7 @@ def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
 
 def test_a_prefill_without_room_stops_nobody(engine):
     """The blocks suffice for each alone, but not for both."""
-    checks = engine.use("operator")
+    checks = engine.use()
     chance = random.Random(9)
     long, urgent = (
         Work(name, [chance.randrange(300, 1000) for _ in range(1000)], 2, ttft_s)
@@ -313,7 +310,7 @@ def test_the_benchmark_compares_with_stock_vllm(engine, stock):
 
 
 def test_best_effort_stops_nobody(engine):
-    middle = engine.use("operator") // 2
+    middle = engine.use() // 2
     made = nested_work(random.Random(10), 1, output=1)  # no decode, which may stop a prefill
     urgent = made[1]._replace(best_effort=True)
     expected = {work.name: engine.alone(work) for work in made}
@@ -329,7 +326,7 @@ def test_best_effort_stops_nobody(engine):
 
 def test_a_late_guaranteed_prefill_stops_and_precedes_one_without_a_guarantee(engine):
     """It would preempt no guaranteed one, as it is late; and the other one stops it in no case."""
-    middle = engine.use("operator") // 2
+    middle = engine.use() // 2
     made = nested_work(random.Random(13), 1, output=1)
     free, late = made[0]._replace(best_effort=True), made[1]
     expected = {work.name: engine.alone(work) for work in (free, late)}
@@ -355,7 +352,7 @@ def test_a_late_guaranteed_prefill_stops_and_precedes_one_without_a_guarantee(en
 def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best_effort, stops):
     """A prefill takes longer than a short TPOT, but not than a long one. No decode without a
     guarantee stops a guaranteed prefill."""
-    checks = engine.use("operator")
+    checks = engine.use()
     chance = random.Random(14)
     decode = Work("decode", random_prompt(chance, 32), 3, 1000.0, best_effort, tpot_s)
     long = Work("long", random_prompt(chance, 300), 1, 2000.0)
@@ -388,7 +385,7 @@ def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best
 def test_a_prompt_is_cut_where_it_would_stop_too_late_for_decodes(
     engine, monkeypatch, output, decode, gap_s, parts
 ):
-    engine.use("operator")
+    engine.use()
     found, beside = [], []
     build = engine.scheduler._build
 
@@ -400,12 +397,12 @@ def test_a_prompt_is_cut_where_it_would_stop_too_late_for_decodes(
             found.extend(tokens for tokens in long if tokens > 1)
         return task
 
-    def most_tokens(_, tpots_s, *others):
+    def max_tokens(_, tpots_s, *others):
         beside.append((tpots_s.tolist(), others[-1]))
         return 300 if len(tpots_s) else 1_024
 
     monkeypatch.setattr(engine.scheduler, "_build", built)
-    monkeypatch.setattr(DecodeTurns, "most_tokens", most_tokens)
+    monkeypatch.setattr(DecodeTurns, "max_tokens", max_tokens)
     chance = random.Random(3)
     if decode:
         engine.add(Work("decode", random_prompt(chance, 400), 30, 60.0, tpot_s=60.0))
@@ -419,7 +416,7 @@ def test_a_prompt_is_cut_where_it_would_stop_too_late_for_decodes(
 def test_what_has_waited_long_has_a_share_of_the_engine(engine, monkeypatch):
     """More urgent prefills wait all the time; without the share it would come after all of them."""
     monkeypatch.setattr(engine.scheduler, "_aged", AgedShare(patience_s=5.0, share=0.5))
-    engine.use("operator")
+    engine.use()
     chance = random.Random(12)
     urgent = [Work(f"u{n}", random_prompt(chance, 500), 1, 4000.0) for n in range(8)]
     long_ago_s = 10.0
@@ -435,7 +432,7 @@ def test_what_has_waited_long_has_a_share_of_the_engine(engine, monkeypatch):
 
 
 def test_no_more_prefills_are_suspended_than_allowed(engine):
-    engine.use("operator")
+    engine.use()
     made = nested_work(random.Random(11), DEPTH + 2, output=1)
     expected = {work.name: engine.alone(work) for work in made}
     engine.reset()

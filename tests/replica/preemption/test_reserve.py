@@ -13,12 +13,10 @@ from sluice.replica.preemption.reserve import (
     Reserve,
     held_bytes,
     keep,
-    left_for_cache,
-    reserve_of,
 )
 from sluice.replica.preemption.worker import share_workspace
 from sluice.replica.scheduler.xargs import SchedulerSettings
-from sluice.scheduling.preemption import BATCH_TOKENS, PreemptionConfig
+from sluice.scheduling.preemption import TaskBounds
 
 pytestmark = pytest.mark.vllm
 
@@ -62,7 +60,7 @@ def model_of(keeps):
     return Model()
 
 
-def held(granularity, keeps=False):
+def held(keeps=False):
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import set_forward_context
@@ -73,7 +71,7 @@ def held(granularity, keeps=False):
         with set_forward_context(None, VllmConfig()):
             model(torch.zeros(TOKENS, WIDTH))
 
-    found = held_bytes(model, granularity, torch.device("cpu"), forward)
+    found = held_bytes(model, torch.device("cpu"), forward)
     assert all("forward" not in vars(module) for module in model.modules()), "a check was left"
     return found
 
@@ -84,13 +82,10 @@ class TestWhatAPrefillHolds:
     def test_is_the_most_at_any_check(self):
         # Before the second layer's down projection: its input, and its intermediate product. The
         # first layer's input is still referred to by the caller.
-        assert held("operator") == 4 * TOKENS * (2 * WIDTH + INTERMEDIATE)
+        assert held() == 4 * TOKENS * (2 * WIDTH + INTERMEDIATE)
 
     def test_contains_what_a_model_only_keeps(self):
-        assert held("operator", keeps=True) == 4 * TOKENS * (2 * WIDTH + 2 * INTERMEDIATE)
-
-    def test_is_less_between_layers(self):
-        assert held("layer") == 4 * TOKENS * 2 * WIDTH
+        assert held(keeps=True) == 4 * TOKENS * (2 * WIDTH + 2 * INTERMEDIATE)
 
 
 needs = st.builds(
@@ -99,27 +94,23 @@ needs = st.builds(
     runner=st.integers(0, 1 << 30),
     free=st.integers(0, 1 << 37),
 )
-options = st.builds(
-    PreemptionConfig,
-    depth=st.integers(1, 64),
-    chunk_tokens=st.integers(512, 1 << 20),
-)
+all_bounds = st.builds(TaskBounds, depth=st.integers(1, 64), chunk_tokens=st.integers(512, 1 << 20))
 
 
-@given(st.lists(needs, min_size=1, max_size=4), options, st.integers(16, 1 << 16))
-def test_every_worker_has_room_for_the_largest_batch_at_every_depth(workers, options, most):
-    reserve = reserve_of(workers, options, most)
-    tokens = min(most, max(options.chunk_tokens, BATCH_TOKENS))
+@given(st.lists(needs, min_size=1, max_size=4), all_bounds, st.integers(16, 1 << 16))
+def test_every_worker_has_room_for_the_largest_batch_at_every_depth(workers, bounds, most):
+    reserve = Reserve.of(workers, bounds, most)
+    tokens = min(most, bounds.chunk_tokens)
     for need in workers:
         assert reserve.prefill >= int(need.token * tokens)
-        assert reserve.total >= options.depth * int(need.token * tokens) + need.runner
+        assert reserve.total >= bounds.depth * int(need.token * tokens) + need.runner
 
 
 @given(st.integers(0, 1 << 37), st.integers(0, 1 << 37), st.integers(0, 1 << 37), st.booleans())
 def test_cache_and_reserve_fit_together_or_it_is_said(available, reserved, free, stated):
     reserve = Reserve(prefills=1, tokens=1, prefill=reserved, runner=0)
     try:
-        left = left_for_cache(available, reserve, free, stated)
+        left = reserve.left(available, free, stated)
     except NoMemoryError:
         assert available + reserved > free if stated else available <= reserved
     else:
@@ -130,11 +121,11 @@ def test_cache_and_reserve_fit_together_or_it_is_said(available, reserved, free,
 class Executor:
     """An executor of several workers whose needs are known."""
 
-    def __init__(self, stated=None, **options):
+    def __init__(self, stated=None, chunk_tokens=1024):
         settings = SchedulerSettings(
             state_table="/nowhere",
             policy="s_edf",
-            preemption={"granularity": "operator", "depth": 2, "chunk_tokens": 1024} | options,
+            preemption=TaskBounds(depth=2, chunk_tokens=chunk_tokens),
         )
         self.vllm_config = SimpleNamespace(
             additional_config=settings.to_additional_config(),
@@ -142,8 +133,7 @@ class Executor:
             cache_config=SimpleNamespace(kv_cache_memory_bytes=stated),
         )
 
-    def collective_rpc(self, method, args):
-        assert args == ("operator",)
+    def collective_rpc(self, method):
         return [Need(8192.0, 2 * MIB, 200 * MIB), Need(4096.0, 4 * MIB, 100 * MIB)]
 
 
@@ -166,13 +156,10 @@ class TestKeep:
         reason = (
             "preemption needs 44.0 MiB for 2 suspended prefills of 2048 tokens (16.0 MiB each) and "
             "3 model runners (4.0 MiB each), but vLLM has only 44.0 MiB beside the model: lower "
-            "engine.preemption.depth"
+            "max-num-batched-tokens"
         )
         with pytest.raises(NoMemoryError, match=re.escape(reason)):
             keep(Executor(chunk_tokens=4096), [100 * MIB, 44 * MIB])
-
-    def test_is_nothing_without_preemption(self):
-        assert keep(Executor(granularity="off"), [5]) == [5]
 
 
 class Builder:

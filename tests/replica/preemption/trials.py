@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sluice.replica.preemption.checks import Granularity
 from sluice.replica.vllm.local_model import local_model
 from tests.replica.engines import EngineProcess, Result, Work
 from tests.replica.preemption.engine import CheckedEngine
@@ -21,19 +20,11 @@ from tests.replica.preemption.waits import WHOLE, random_prompt
 
 CHUNK = 128
 
-_KINDS: tuple[tuple[Granularity, int], ...] = (
-    ("operator", WHOLE),
-    ("operator", CHUNK),
-    ("layer", WHOLE),
-    ("layer", CHUNK),
-)
-
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "one worker": {},
     "compiled": {"enforce_eager": False, "dtype": "float32"},
     "experts": {"experts": 4, "dtype": "float32"},
-    "two workers, operator": {"ranks": 2},
-    "two workers, layer": {"ranks": 2, "granularity": "layer"},
+    "two workers": {"ranks": 2},
 }
 """Engines under test, each in a process of its own. Decodes of several requests share a batch. Its
 rounding differs from that of one request alone where code is compiled or tokens are sorted by
@@ -59,25 +50,23 @@ def all_trials(trials: int, seed: int, directory: Path) -> dict[str, Found]:
 
 def make_engine(
     directory: Path,
-    granularity: Granularity = "operator",
     experts: int = 0,
     ranks: int = 1,
     **args: Any,
 ) -> CheckedEngine:
     """A small engine in which three prefills can be suspended."""
     model = local_model(directory, layers=4, hidden=128, experts=experts)
-    options = {"granularity": granularity, "depth": 3, "least_tokens": 1}
-    return CheckedEngine(model, directory, options, ranks, **args)
+    return CheckedEngine(model, directory, ranks, **args)
 
 
 def random_trials(engine: CheckedEngine, trials: int, seed: int) -> Found:
-    """Stop prefills at random checks, by operator and layer, nested one to three deep, whole and
-    in chunks, some with a common prefix."""
+    """Stop prefills at random checks, nested one to three deep, whole and in chunks, some with a
+    common prefix."""
     chance = random.Random(seed)
     same = stops = 0
     for trial in range(trials):
-        granularity, chunk = _KINDS[trial % len(_KINDS)]
-        checks = engine.use(granularity, chunk=chunk)
+        chunk = (WHOLE, CHUNK)[trial % 2]
+        checks = engine.use(chunk_tokens=chunk)
         # Prefix-cache blocks of a finished chunk would change the shape of the others' batches.
         shared = 96 * chance.randrange(2) if chunk == WHOLE else 0
         made = nested_work(chance, 1 + trial % 3, shared)
@@ -97,7 +86,7 @@ def trials_of_several_workers(engine: CheckedEngine, trials: int, seed: int) -> 
     same = stops = 0
     for trial in range(trials):
         chunk = (WHOLE, CHUNK)[trial % 2]
-        engine.bound(chunk=chunk)
+        engine.bound(chunk_tokens=chunk)
         made = [
             work._replace(prompt=random_prompt(chance, chance.randrange(300, 700)))
             for work in nested_work(chance, 1 + trial % 3)

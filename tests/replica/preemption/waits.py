@@ -14,8 +14,9 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -26,11 +27,11 @@ import click
 
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
-from sluice.replica.preemption.checks import Granularity
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, to_xargs
 from sluice.replica.vllm.local_model import local_model
-from sluice.scheduling.preemption import DecodeTurns, Options, PreemptionConfig
+from sluice.replica.vllm.setup import preemption_arguments
+from sluice.scheduling.preemption import DecodeTurns, TaskBounds
 from sluice.scheduling.request.objective import SLO
 from tests.replica.engines import (
     EngineProcess,
@@ -44,16 +45,17 @@ from tests.replica.engines import (
 WHOLE = 1 << 20
 """More tokens than any prompt has."""
 
+BOUNDS = TaskBounds(depth=3, min_tokens=1)
+
 VOCABULARY = (300, 1000)
 """Tokens of the prompts: the first, and the one after the last."""
 
-WAYS: dict[str, tuple[Granularity | None, int]] = {
-    "operator": ("operator", WHOLE),
-    "layer": ("layer", WHOLE),
-    "512-token chunks": (None, 512),
-    "none": (None, WHOLE),
+WAYS: dict[str, tuple[bool, int]] = {
+    "operator": (True, WHOLE),
+    "512-token chunks": (False, 512),
+    "none": (False, WHOLE),
 }
-"""Granularity of checks, and max tokens of a task; requests by S-EDF."""
+"""Whether there are checks, and max tokens of a task; requests by S-EDF."""
 
 STOCK: dict[str, tuple[int, int]] = {
     "stock, 2048": (2048, 0),
@@ -99,13 +101,12 @@ def main(repeats: int, pairs: int, as_json: bool) -> None:
         "kv_cache_memory_bytes": 256 << 20,
         "enforce_eager": True,
     }
-    options = {"granularity": "operator", "depth": 3, "least_tokens": 1}
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
         model = local_model(Path(name), layers=LAYERS, hidden=HIDDEN)
         make = partial(StockEngine, model, max_num_seqs=16, block_size=32, **args)
         with (
             closing(EngineProcess(make)) as stock,
-            closing(PreemptiveEngine(model, Path(name), options, **args)) as engine,
+            closing(PreemptiveEngine(model, Path(name), **args)) as engine,
         ):
             found = Bench(engine, stock, prompts).all(repeats, pairs)
     ways = ("way", "stops", "blocked", "blocked_most", "waited", "short", "short_ratio", "long")
@@ -142,32 +143,24 @@ class PreemptiveEngine(OneEngine):
 
     Args:
         model: the model's directory; the state table is in ``directory``.
-        options: of :class:`~sluice.scheduling.preemption.PreemptionConfig`.
         ranks: how many workers compute it; with several, each has a process of its own.
         args: vLLM's engine arguments.
     """
 
-    def __init__(
-        self, model: Path, directory: Path, options: Mapping[str, Any], ranks: int = 1, **args: Any
-    ) -> None:
+    def __init__(self, model: Path, directory: Path, ranks: int = 1, **args: Any) -> None:
         super().__init__()
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        from sluice.replica.preemption.support import executor
-        from sluice.replica.preemption.variant import FACTORY
-
+        needed = {name.replace("-", "_"): it for name, it in preemption_arguments(ranks).items()}
         path = directory / "state"
         self.table = StateTable.create(_MOST_LIVE, path)
-        preemption = PreemptionConfig(**options)
-        settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=preemption)
+        settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=BOUNDS)
         self._start(
             model,
-            async_scheduling=False,
             tensor_parallel_size=ranks,
-            distributed_executor_backend=executor(ranks),
-            scheduler_cls=FACTORY,
             additional_config=settings.to_additional_config(),
             block_size=32,
             max_num_seqs=16,
+            **needed,
             **args,
         )
         self.core: Any = self._llm.llm_engine.engine_core.engine_core
@@ -205,23 +198,19 @@ class PreemptiveEngine(OneEngine):
         self._first_s.clear()
         return results
 
-    def use(self, granularity: Granularity | None, **bounds: int) -> int:
-        """Set other checks and bounds of tasks; returns the number of checks. Nothing may be live.
-        Without checks, a task that receives the stop signal continues to its end."""
+    def use(self, checked: bool = True, **bounds: int) -> int:
+        """Set other bounds of tasks; returns the number of checks. Nothing may be live. Not
+        ``checked``: a task that receives the stop signal continues to its end."""
         model = self.executor.driver_worker.worker.model_runner.get_model()
         self._checks.remove()
-        if granularity is None:
-            self.executor.checks = 1
-        else:
-            self.executor.checks = self._checks.install(model, granularity)
+        self.executor.checks = self._checks.install(model) if checked else 1
         self.scheduler.turns = DecodeTurns(self.executor.checks)
         self.bound(**bounds)
         return int(self.executor.checks)
 
     def bound(self, **bounds: int) -> None:
-        """Set other bounds of tasks, see :class:`~sluice.scheduling.preemption.Options`."""
-        given = {"chunk": 8192, "small_chunk": 512, "together": 0, "most": 1024}
-        self.scheduler.options = Options(**(given | bounds))
+        """Set other bounds of tasks, which are not batched."""
+        self.scheduler.bounds = replace(BOUNDS, batch_tokens=0, **bounds)
 
     @property
     def stack(self) -> tuple[Any, ...]:
@@ -285,7 +274,6 @@ class Bench:
         self._engine = engine
         self._stock = stock
         self._prompts = prompts
-        self._most = max(2048, len(prompts.long.prompt))
         self._use("operator")
         both = partial(alone, engine), partial(stock.call, alone)
         self._alone = [
@@ -351,7 +339,7 @@ class Bench:
         prefill = prefill._replace(prompt=prefill.prompt[:_OVERHEAD_TOKENS])
         decode = self._prompts.short._replace(output=_DECODED)
         engine = self._engine
-        self._stock.call(StockEngine.use, self._most)
+        self._stock.call(StockEngine.use, max(2048, len(self._prompts.long.prompt)))
 
         def checked_s(way: str) -> float:
             self._use(way)
@@ -375,8 +363,8 @@ class Bench:
         }
 
     def _use(self, way: str) -> None:
-        granularity, chunk = WAYS[way]
-        self._engine.use(granularity, chunk=chunk, most=self._most)
+        checked, chunk = WAYS[way]
+        self._engine.use(checked, chunk_tokens=chunk)
 
 
 def spread(pairs: int, one_s: Callable[[], float], other_s: Callable[[], float]) -> Json:
