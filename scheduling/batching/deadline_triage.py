@@ -58,6 +58,8 @@ from sluice.scheduling.request.kernels import (
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 
+Mask = NDArray[np.bool_]
+
 
 @compiled
 def push(heap: Ints, size: int, worth: Floats, job: int) -> None:
@@ -92,7 +94,7 @@ def pop(heap: Ints, size: int, worth: Floats) -> int:
 
 
 @compiled
-def keep(size: Floats, weight: Floats, capacity: Floats) -> NDArray[np.bool_]:
+def keep(size: Floats, weight: Floats, capacity: Floats) -> Mask:
     """Per job, whether it is kept, so that the kept jobs up to each fit its capacity. Moore
     (Management Science 1968): keeps the most jobs; with weights a heuristic (NP-hard). ``O(n log
     n)``."""
@@ -172,16 +174,13 @@ LEAST_TIMELY = 0.01
 
 
 @compiled
-def time_left_s(
-    table: Floats,
-    prefill: NDArray[np.bool_],
-    work_s: Floats,
-    anchor: int,
-    now_s: float,
-    fixed_s: float,
-) -> Floats:
-    """Per row, the time until its next token is due, which an end-to-end deadline makes earlier by
-    the expected output at a step of all decodes or the minimum TPOT, whichever is longer."""
+def look(
+    table: Floats, pieces: Floats, anchor: int, now_s: float, fixed_s: float
+) -> tuple[Mask, Floats, Floats]:
+    """Per row, whether it is a prefill, the work of its pending tokens, and the time until its next
+    token is due, which an end-to-end deadline makes earlier by the expected output at a step of all
+    decodes or the minimum TPOT, whichever is longer."""
+    prefill, work_s = is_prefill(table), pending_work_s(table, pieces)
     count = table.shape[0]
     left_s = np.empty(count)
     step_s, least_s, ends = fixed_s, inf, False
@@ -192,7 +191,11 @@ def time_left_s(
         if not prefill[row]:
             step_s += work_s[row]
     if ends:
-        hold_ends(table, left_s, max(step_s, least_s if least_s < inf else 2.0 * step_s))
+        tpot_s = max(step_s, least_s if least_s < inf else 2.0 * step_s)
+        for row in range(count):
+            after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
+            end_s = table[row, ARRIVAL] + table[row, E2E]
+            left_s[row] = min(left_s[row], end_s - after * tpot_s)
     for row in range(count):
         if left_s[row] == inf and not prefill[row]:
             last_s = table[row, LAST_TOKEN]
@@ -200,136 +203,124 @@ def time_left_s(
                 last_s = table[row, FIRST_TOKEN]
             left_s[row] = (now_s if isnan(last_s) else last_s) + UNPACED_S
         left_s[row] -= now_s
-    return left_s
+    return prefill, work_s, left_s
 
 
 @compiled
-def look(
-    table: Floats, pieces: Floats, anchor: int, now_s: float, fixed_s: float
-) -> tuple[NDArray[np.bool_], Floats, Floats]:
-    """Per row, whether it is a prefill, the work of its pending tokens, and :func:`time_left_s`."""
-    prefill, work_s = is_prefill(table), pending_work_s(table, pieces)
-    return prefill, work_s, time_left_s(table, prefill, work_s, anchor, now_s, fixed_s)
-
-
-@compiled
-def by_time_left(chosen: NDArray[np.bool_], left_s: Floats) -> Ints:
+def by_time_left(chosen: Mask, left_s: Floats) -> Ints:
     """The chosen rows by the time that is left, ties as they are. ``O(n log n)``."""
     rows = np.flatnonzero(chosen)
     return rows[np.argsort(left_s[rows], kind="mergesort")]
 
 
-@compiled
-def can_catch_up(table: Floats, rows: Ints, left_s: Floats, alone_s: Floats) -> NDArray[np.bool_]:
-    """Which decodes are promised and can be on time at their end, at ``alone_s`` a token from now
-    on."""
-    able = np.zeros(rows.shape[0], np.bool_)
-    for place, row in enumerate(rows):
-        if table[row, PROMISED] > 0.0:
-            # An output longer than predicted may double its length.
-            emitted = table[row, EMITTED]
-            tokens = max(expected_tokens(table[row]) - emitted, emitted)
-            gained_s = (tokens - 1.0) * (table[row, TPOT] - alone_s[place])
-            able[place] = left_s[place] + gained_s >= alone_s[place]
-    return able
+class Decodes(NamedTuple):
+    """The decodes by deadline.
+
+    Attributes:
+        work_s: of one step.
+        keep_s: TPOT to keep, at least that of the decode alone.
+        live: which can be on time.
+        first_s, least_s, least_step_s: of these, the minimum time left, TPOT, and TPOT of a step
+            that verifies drafts; or infinite."""
+
+    rows: Ints
+    left_s: Floats
+    work_s: Floats
+    keep_s: Floats
+    live: Mask
+    first_s: float
+    least_s: float
+    least_step_s: float
 
 
 @compiled
-def paces_of(
+def decodes_of(
     table: Floats,
-    prefill: NDArray[np.bool_],
+    prefill: Mask,
     left_s: Floats,
     work_s: Floats,
     output: Floats,
     pieces: Floats,
     fixed_s: float,
-) -> tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_], float, float, float]:
-    """The decodes by deadline, with time left, work of one step, TPOT to keep, and which can be on
-    time; over these, the minimum time left, TPOT, and TPOT of a step that verifies drafts, or
-    infinite."""
+) -> Decodes:
+    """The decodes; ``output``: expected tokens of each row's step, empty where none drafts."""
     rows = by_time_left(~prefill, left_s)
     left_s, work_s = left_s[rows], work_s[rows]
-    alone_s = fixed_s + work_s
-    late = can_catch_up(table, rows, left_s, alone_s)
-    pace_s = np.empty(rows.shape[0])
+    keep_s = np.empty(rows.shape[0])
     live = np.zeros(rows.shape[0], np.bool_)
     first_s = least_s = least_step_s = inf
     # One TPOT that leaves nothing for prefill must not set the budget of all requests (see
     # least_useful_s), but admission has checked that a guaranteed TPOT can be met.
     holdable_s = (fixed_s + most_work_s(pieces, 1.0, 0.0)) / (1 - PREFILL_SHARE)
     for place, row in enumerate(rows):
-        tpot_s = table[row, TPOT]
+        tpot_s, promised = table[row, TPOT], table[row, PROMISED] > 0.0
+        alone_s = fixed_s + work_s[place]
         step_s = tpot_s * output[row] if output.shape[0] else tpot_s
-        pace_s[place] = max(step_s, alone_s[place])
-        holdable = tpot_s < inf and (tpot_s >= holdable_s or table[row, PROMISED] > 0.0)
-        if holdable and (left_s[place] >= alone_s[place] or late[place]):
+        keep_s[place] = max(step_s, alone_s)
+        on_time = left_s[place] >= alone_s
+        if promised and not on_time:
+            # It may be on time at its end. An output longer than predicted may double its length.
+            emitted = table[row, EMITTED]
+            tokens = max(expected_tokens(table[row]) - emitted, emitted)
+            on_time = left_s[place] + (tokens - 1.0) * (tpot_s - alone_s) >= alone_s
+        if on_time and tpot_s < inf and (tpot_s >= holdable_s or promised):
             if first_s == inf:
                 first_s = max(0.0, left_s[place])
             live[place] = True
             least_s, least_step_s = min(least_s, tpot_s), min(least_step_s, step_s)
-    return rows, left_s, work_s, pace_s, live, first_s, least_s, least_step_s
+    return Decodes(rows, left_s, work_s, keep_s, live, first_s, least_s, least_step_s)
 
 
 @compiled
-def capacity_s(
-    left_s: Floats,
-    slack_s: Floats,
-    pace_s: Floats,
-    step_s: Floats,
-    fixed_s: float,
-    first_slack_s: float,
-    least_pace_s: float,
-) -> Floats:
-    """Time for prefill within each horizon of ``left_s`` (ascending), if decodes are delayed until
-    their slack is spent: FairBatching appendix A, steps 1 to 4, for all. ``O(horizons + decodes)``.
-    """
-    capacity = np.empty(left_s.shape[0])
+def capacity_s(ends_s: Floats, decodes: Decodes, fixed_s: float) -> Floats:
+    """Time for prefill until each of ``ends_s`` (ascending), if decodes are delayed until their
+    slack is spent: FairBatching appendix A, steps 1 to 4, for all. ``O(ends + decodes)``."""
+    capacity = np.empty(ends_s.shape[0])
     decode = 0
     rate = 0.0
     offset_s = 0.0
-    for item in range(left_s.shape[0]):
-        horizon_s = left_s[item]
-        while decode < slack_s.shape[0] and slack_s[decode] < horizon_s:
-            share = step_s[decode] / pace_s[decode]
+    for item in range(ends_s.shape[0]):
+        end_s = ends_s[item]
+        while decode < decodes.left_s.shape[0] and decodes.left_s[decode] < end_s:
+            share = decodes.work_s[decode] / decodes.keep_s[decode]
             rate += share
-            offset_s += share * max(0.0, slack_s[decode])
+            offset_s += share * max(0.0, decodes.left_s[decode])
             decode += 1
         steps = 1.0
-        if least_pace_s < inf:
-            steps += max(0.0, horizon_s - first_slack_s) / least_pace_s
-        capacity[item] = horizon_s - fixed_s * steps - (rate * horizon_s - offset_s)
+        if decodes.least_step_s < inf:
+            steps += max(0.0, end_s - decodes.first_s) / decodes.least_step_s
+        capacity[item] = end_s - fixed_s * steps - (rate * end_s - offset_s)
     return capacity
 
 
 @compiled
 def triage(
     table: Floats,
-    prefill: NDArray[np.bool_],
+    prefill: Mask,
     left_s: Floats,
     work_s: Floats,
-    decodes: tuple[Floats, Floats, Floats, float, float, float],
+    decodes: Decodes,
+    fixed_s: float,
     usable: float,
 ) -> tuple[Ints, Ints, Ints, Ints]:
-    """The prefills by deadline, and ``sort_out`` of them; ``decodes`` is for ``capacity_s``."""
+    """The prefills by deadline, and ``sort_out`` of them."""
     prefills = by_time_left(prefill, left_s)
     ends_s = left_s[prefills]
-    slack_s, pace_s, step_s, fixed_s, first_s, least_s = decodes
-    dated_s = ends_s[: np.searchsorted(ends_s, inf)]
-    until_s = capacity_s(dated_s, slack_s, pace_s, step_s, fixed_s, first_s, least_s)
+    until_s = capacity_s(ends_s[: np.searchsorted(ends_s, inf)], decodes, fixed_s)
     kept, ordered, shed = sort_out(table, prefills, work_s, until_s, usable)
     return prefills, kept, ordered, shed
 
 
 @compiled
 def fit_beside(
-    rows: Ints, left_s: Floats, work_s: Floats, step_s: float, pace_s: float, usable: float
+    rows: Ints, left_s: Floats, work_s: Floats, step_s: float, tpot_s: float, usable: float
 ) -> bool:
     """Whether the prefills ``rows``, by deadline, are on time beside every decode in every batch;
     ``usable`` is the share of time to count on."""
     queued_s = 0.0
     for row in rows:
         queued_s += work_s[row]
-        if queued_s > usable * (left_s[row] - step_s * (1.0 + left_s[row] / pace_s)):
+        if queued_s > usable * (left_s[row] - step_s * (1.0 + left_s[row] / tpot_s)):
             return False
     return True
 
@@ -339,44 +330,26 @@ def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> F
     """Share of each output that can be on time at twice its TPOT's rate, >= ``LEAST_TIMELY``."""
     share = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
-        pace_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
+        tpot_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
         late_s = max(0.0, work_s[row] - left_s[row])
-        on_time = 1.0 - 2.0 * late_s / (pace_s * expected_tokens(table[row]))
+        on_time = 1.0 - 2.0 * late_s / (tpot_s * expected_tokens(table[row]))
         share[place] = max(LEAST_TIMELY, on_time)
     return share
 
 
 @compiled
-def hold_ends(table: Floats, due_s: Floats, pace_s: float) -> None:
-    """Make ``due_s`` earlier for end-to-end deadlines, at ``pace_s`` per output token."""
+def standby_prompts(table: Floats, pieces: Floats, decodes: Decodes, fixed_s: float) -> float:
+    """How many prompts like the queue's could meet a mean TTFT beside the decodes, or infinite."""
+    prompts_s, ttfts_s, stated = 0.0, 0.0, 0
     for row in range(table.shape[0]):
-        after = max(0.0, expected_tokens(table[row]) - table[row, EMITTED] - 1.0)
-        end_s = table[row, ARRIVAL] + table[row, E2E]
-        due_s[row] = min(due_s[row], end_s - after * pace_s)
-
-
-@compiled
-def mean_prompt_s(table: Floats, pieces: Floats) -> float:
-    """Mean work of the whole prompts of all rows, seconds. ``O(requests)``."""
-    total_s = 0.0
-    for row in range(table.shape[0]):
-        total_s += most_work_s(pieces, table[row, PROMPT], 0.0)
-    return total_s / table.shape[0]
-
-
-@compiled
-def mean_ttft_s(table: Floats) -> float:
-    """Mean TTFT of the rows that state one, seconds; infinite where none does."""
-    total_s, stated = 0.0, 0
-    for row in range(table.shape[0]):
+        prompts_s += most_work_s(pieces, table[row, PROMPT], 0.0)
         if table[row, TTFT] < inf:
-            total_s += table[row, TTFT]
+            ttfts_s += table[row, TTFT]
             stated += 1
-    return total_s / stated if stated else inf
-
-
-# numpy's scalars are "Any" to the type checker.
-# mypy: disable-error-code="no-any-return"
+    if not stated or not decodes.rows.shape[0]:
+        return inf
+    room_s = capacity_s(np.array([ttfts_s / stated]), decodes, fixed_s)[0]
+    return room_s / max(prompts_s / table.shape[0], 1e-9)
 
 
 def outranked(
@@ -411,62 +384,40 @@ def first_waiting(table: Floats, kept: Ints, block_tokens: int) -> tuple[int, in
     return first, blocks
 
 
-# numpy's scalars are "Any" to the type checker.
-# mypy: disable-error-code="no-any-return"
-
-
-Mask = NDArray[np.bool_]
-
 STANDBY_PROMPTS = 2.0
-"""The tail starts no output unless this many mean prompts could be prefilled in a mean TTFT."""
-
-SPARE_PROMPTS = 2 * STANDBY_PROMPTS
-"""From this many on it also starts any number of outputs that would all be late."""
+"""The tail starts no output unless this many mean prompts could be prefilled in a mean TTFT; from
+twice as many on it also starts any number of outputs that would all be late."""
 
 LATE_SHARE = 0.1
 """Otherwise late requests have this share of the running sequences, but at least one sequence."""
 
 
 class Limits(NamedTuple):
-    """What bounds the start of shed prefills. ``standby``: mean prompts that could be prefilled in
-    a mean TTFT beside the decodes; ``reserve``: share of blocks and sequences that stays free."""
+    """What bounds the start of shed prefills.
+
+    Attributes:
+        standby: see ``standby_prompts``.
+        late, active: late decodes, and running requests.
+        reserve: share of blocks and sequences that stays free.
+        free_blocks, sequences, block_tokens: free blocks and sequences, tokens per block."""
 
     standby: float
     late: int
     active: int
     reserve: float
-
-
-def tail(
-    batch: BatchBuilder,
-    table: Floats,
-    shed: Ints,
-    running: Mask,
-    left_s: Floats,
-    work_s: Floats,
-    limits: Limits,
-) -> Ints:
-    """The shed prefills that may run: begun ones, as they hold memory, then waiting ones; both by
-    priority times ``timely_share`` over work, descending. ``O(n log n)``."""
-    space = (batch.free_blocks, batch.sequences_left, batch.block_tokens)
-    timely = timely_share(table, shed, left_s, work_s)
-    return startable(table, shed, running, timely, work_s, limits, space)
+    free_blocks: int
+    sequences: int
+    block_tokens: int
 
 
 @compiled
-def startable(
-    table: Floats,
-    shed: Ints,
-    running: Mask,
-    timely: Floats,
-    work_s: Floats,
-    limits: Limits,
-    space: tuple[int, int, int],
+def tail(
+    table: Floats, shed: Ints, running: Mask, left_s: Floats, work_s: Floats, limits: Limits
 ) -> Ints:
-    """The rows of ``tail``. A prefill that begins takes time from all that arrive while it decodes,
-    so one whose output would all be late waits. ``space``: free blocks, sequences, tokens per
-    block."""
-    free_blocks, sequences, block_tokens = space
+    """The shed prefills that may run: begun ones, as they hold memory, then waiting ones; both by
+    priority times ``timely_share`` over work, descending. One that begins takes time from all that
+    arrive while it decodes, so one whose output would all be late waits. ``O(n log n)``."""
+    timely = timely_share(table, shed, left_s, work_s)
     count = shed.shape[0]
     worth = np.empty(count)
     late = limits.late
@@ -478,10 +429,10 @@ def startable(
         worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
         if running[row] and timely[place] <= LEAST_TIMELY:
             late += 1
-    room = free_blocks - limits.reserve * (free_blocks + held)
-    places = sequences - int(limits.reserve * (sequences + limits.active))
+    room = limits.free_blocks - limits.reserve * (limits.free_blocks + held)
+    places = limits.sequences - int(limits.reserve * (limits.sequences + limits.active))
     late_places = max(1, int(LATE_SHARE * limits.active)) - late
-    needed = blocks_needed(table, shed, block_tokens)
+    needed = blocks_needed(table, shed, limits.block_tokens)
     order = np.argsort(worth, kind="mergesort")
     chosen = np.empty(count, np.int64)
     taken = 0
@@ -490,7 +441,7 @@ def startable(
             row = shed[place]
             if running[row] != begun:
                 continue
-            if not begun and limits.standby < SPARE_PROMPTS:
+            if not begun and limits.standby < 2.0 * STANDBY_PROMPTS:
                 if limits.standby < STANDBY_PROMPTS:
                     continue
                 if timely[place] <= LEAST_TIMELY:
@@ -508,16 +459,6 @@ def startable(
             taken += 1
     return chosen[:taken]
 
-
-_ONE_TOKEN: Floats = np.empty(0)
-"""Each decode emits one token a step."""
-
-TTFT_MEMORY_S = 60.0
-"""How long a TTFT counts as recent, seconds after its request has left the queue."""
-
-
-TAIL_BACKLOG_S = 0.3
-"""Shed work, seconds, from which on the tail's share of a batch shrinks in proportion."""
 
 TAIL_RESERVE = 0.05
 """Share of the KV blocks and of the sequences that the tail leaves free."""
@@ -554,20 +495,6 @@ class DeadlineTriageOptions(PolicyOptions):
         description="Share of each batch's time, and of the running sequences, for aged requests "
         "in order of arrival.",
     )
-
-
-class _Decodes(NamedTuple):
-    """What :func:`paces_of` gives, and the time budget."""
-
-    rows: Ints
-    left_s: Floats
-    work_s: Floats
-    pace_s: Floats
-    live: Mask
-    first_s: float
-    least_s: float
-    least_pace_s: float
-    budget_s: float
 
 
 class DeadlineTriage(BatchPolicy):
@@ -616,9 +543,9 @@ class DeadlineTriage(BatchPolicy):
         if not len(table):
             return
         fixed_s, pieces, block_tokens = latency.fixed_s, latency.pieces, batch.block_tokens
-        # The next request may state the minimum TTFT seen recently, too.
+        # The next request may state the minimum TTFT of the last minute, too.
         least_ttft_s = float(table[:, TTFT].min())
-        if least_ttft_s <= self._least_ttft_s or now_s - self._least_seen_s > TTFT_MEMORY_S:
+        if least_ttft_s <= self._least_ttft_s or now_s - self._least_seen_s > 60.0:
             self._least_ttft_s, self._least_seen_s = least_ttft_s, now_s
 
         # 1. Time budget.
@@ -626,23 +553,24 @@ class DeadlineTriage(BatchPolicy):
         # cannot be predicted must not leave the engine idle.
         usable = 1 - max(self._headroom, min(2.0 * latency.spread, 0.35))
         prefill, work_s, left_s = look(table, pieces, self._anchor, now_s, fixed_s)
-        output = _ONE_TOKEN
+        output: Floats = np.empty(0)
         if batch.lengths is not None:
             # A step that emits several tokens is due later, and has more work.
             lengths = batch.lengths.of(np.arange(len(table)))
             output = lengths.output
             left_s += lengths.credit_s
             work_s = np.maximum(work_s, lengths.work_s)
-        paces = paces_of(table, prefill, left_s, work_s, output, pieces, fixed_s)
-        decodes = _Decodes(*paces, budget_s=max(paces[-3], paces[-2]) * usable)
+        decodes = decodes_of(table, prefill, left_s, work_s, output, pieces, fixed_s)
+        budget_s = max(decodes.first_s, decodes.least_s) * usable
 
         # 2. Triage, and which shed prefills give way to a kept one that waits for blocks.
         running = table[:, RUNNING] > 0
         active = int(np.count_nonzero(running))
         growth = active * GROWTH_TOKENS // block_tokens + 1
         batch.spare(growth)
-        horizon = decodes.left_s, decodes.pace_s, decodes.work_s, fixed_s, paces[-3], paces[-1]
-        prefills, kept, ordered, shed = triage(table, prefill, left_s, work_s, horizon, usable)
+        prefills, kept, ordered, shed = triage(
+            table, prefill, left_s, work_s, decodes, fixed_s, usable
+        )
         punctual = len(ordered) == len(kept)
         left_out = shed if punctual else np.concatenate((np.setdiff1d(ordered, kept), shed))
         free_blocks, places = batch.free_blocks, batch.sequences_left
@@ -678,22 +606,23 @@ class DeadlineTriage(BatchPolicy):
         scarce = room < growth or places < TAIL_RESERVE * len(table)
         urgent = len(decodes.rows)
         if not scarce and len(kept):
-            pace_s = decodes.least_pace_s
-            if not fit_beside(kept, left_s, work_s, step_s, pace_s, usable):
-                urgent = int(np.searchsorted(decodes.left_s, decodes.budget_s + pace_s))
+            tpot_s = decodes.least_step_s
+            if not fit_beside(kept, left_s, work_s, step_s, tpot_s, usable):
+                urgent = int(np.searchsorted(decodes.left_s, budget_s + tpot_s))
         rows = decodes.rows[:urgent]
         first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -self._lane.patience_s)
         if len(rows):
             batch.take(rows[first])
             late = rows[~first]
             if len(late):
-                share_s = (1 - PREFILL_SHARE) * decodes.budget_s
+                share_s = (1 - PREFILL_SHARE) * budget_s
                 batch.take(late, share_s if len(admissible) else inf)
 
         # The aged lane, kept prefills and the other decodes.
         on_time = None if punctual else np.isin(admissible, kept)
         until_s = self._until_s(
-            batch.cost_s, table, admissible, on_time, left_s, work_s, decodes, latency, usable
+            *(batch.cost_s, table, admissible, on_time, left_s, work_s),
+            *(decodes, budget_s, latency, usable),
         )
         if len(aged):
             answering = table[:, FIRST_TOKEN] - table[:, ARRIVAL] > self._lane.patience_s
@@ -709,13 +638,24 @@ class DeadlineTriage(BatchPolicy):
         # 4. The tail.
         if len(shed):
             calm = not len(kept) and not decodes.live.any()
-            tail_s = self._tail_s(work_s[shed], decodes, calm, left_s, latency)
-            late_count = int(np.searchsorted(decodes.left_s, 0.0))
-            standby = _standby(table, decodes, latency)
-            # With nothing else to run, a prompt of nearly all blocks must not wait for its reserve.
-            reserve = 0.0 if batch.empty else TAIL_RESERVE
-            limits = Limits(standby, late_count, active, reserve)
-            rows = tail(batch, table, shed, running, left_s, work_s, limits)
+            if calm:
+                # No request limits the batch: it is full if the queue has no deadline at all.
+                tail_s = LONGEST_STEPS * fixed_s if np.isfinite(left_s).any() else inf
+            else:
+                # Less than 0.8 from 0.3 s of shed work on.
+                share = min(0.8, max(0.1, 0.3 / max(float(work_s[shed].sum()), 1e-9)))
+                tail_s = share * min(decodes.least_step_s, LONGEST_STEPS * fixed_s)
+            limits = Limits(
+                standby_prompts(table, pieces, decodes, fixed_s),
+                int(np.searchsorted(decodes.left_s, 0.0)),
+                active,
+                # With nothing else to run, a prompt of nearly all blocks must not wait for it.
+                0.0 if batch.empty else TAIL_RESERVE,
+                batch.free_blocks,
+                batch.sequences_left,
+                block_tokens,
+            )
+            rows = tail(table, shed, running, left_s, work_s, limits)
             batch.take(rows, min(until_s, batch.cost_s + tail_s))
         if batch.empty:
             batch.spare(0)
@@ -729,20 +669,21 @@ class DeadlineTriage(BatchPolicy):
         punctual: Mask | None,
         left_s: Floats,
         work_s: Floats,
-        decodes: _Decodes,
+        decodes: Decodes,
+        budget_s: float,
         latency: LatencyModel,
         usable: float,
     ) -> float:
         """When the batch must end; ``punctual``: the ``kept`` prefills on time, None: all."""
         longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
-        if decodes.least_pace_s < inf:
-            longest_s = max(longest_s, decodes.least_pace_s)
-        until_s = min(decodes.budget_s, longest_s)
+        if decodes.least_step_s < inf:
+            longest_s = max(longest_s, decodes.least_step_s)
+        until_s = min(budget_s, longest_s)
         if not len(kept):
             return until_s
         whole_s = taken_s + float(work_s[kept[0]])
         # A batch that completes a prefill which would else be late may be twice as long.
-        if until_s < whole_s <= min(decodes.budget_s, 2.0 * longest_s):
+        if until_s < whole_s <= min(budget_s, 2.0 * longest_s):
             # Another step would cost the first one its deadline.
             left_first_s = float(left_s[kept[0]])
             if whole_s <= left_first_s < whole_s + taken_s:
@@ -758,22 +699,6 @@ class DeadlineTriage(BatchPolicy):
             # The batch completes the first one: more work must not make it late.
             until_s = min(until_s, max(usable * float(left_s[kept[first]]), first_s))
         return until_s
-
-    def _tail_s(
-        self,
-        shed_s: Floats,
-        decodes: _Decodes,
-        calm: bool,
-        left_s: Floats,
-        latency: LatencyModel,
-    ) -> float:
-        """How much of the batch's time the tail may take."""
-        if calm:
-            # No request limits the batch: it is full if the queue has no deadline at all.
-            deadlines = np.isfinite(left_s).any()
-            return LONGEST_STEPS * latency.fixed_s if deadlines else inf
-        share = min(0.8, max(0.1, TAIL_BACKLOG_S / max(float(shed_s.sum()), 1e-9)))
-        return share * min(decodes.least_pace_s, LONGEST_STEPS * latency.fixed_s)
 
 
 def _admissible(
@@ -796,14 +721,3 @@ def _admissible(
     if float(blocks.sum()) > room:
         kept = kept[keep(blocks, table[kept, PRIORITY], np.full(len(kept), float(room)))]
     return kept
-
-
-def _standby(table: Floats, decodes: _Decodes, latency: LatencyModel) -> float:
-    """How many prompts like the queue's could meet their TTFT beside the decodes, or infinite."""
-    ttft_s = mean_ttft_s(table)
-    if ttft_s == inf or not len(decodes.rows):
-        return inf
-    _, left_s, work_s, pace_s, _, first_s, _, least_pace_s, _ = decodes
-    horizon_s, fixed_s = np.array([ttft_s]), latency.fixed_s
-    room_s = capacity_s(horizon_s, left_s, pace_s, work_s, fixed_s, first_s, least_pace_s)
-    return float(room_s[0]) / max(mean_prompt_s(table, latency.pieces), 1e-9)
