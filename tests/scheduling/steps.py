@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, PlannedTokens
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
-from tests.scheduling.views import ROOMY
+from tests.scheduling.views import ROOMY, prefill
 
 MOST_STEPS = 20_000
+
+OVERLOAD = [
+    (prefill(f"s{n}", 40, SLO(ttft_s=0.5), arrival_s=0.03 * max(0, n - 50)), 1) for n in range(700)
+]
+"""20 s of prompts that are due soon, of which 40 ms of work come every 30 ms."""
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """The best-effort tier under every policy: what was promised is served as if it were not there, it
 gets what is left, and it does not wait for ever."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,14 +31,24 @@ from sluice.scheduling.request.kernels import TENANT
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.examples import examples
+from tests.scheduling.steps import OVERLOAD, run
 from tests.scheduling.test_plan_invariants import VARIANTS, run_as_engine
-from tests.scheduling.views import ROOMY, budgets, decode, latencies, prefill, queue_of, queues
+from tests.scheduling.views import (
+    MODEL,
+    ROOMY,
+    budgets,
+    decode,
+    latencies,
+    order,
+    planned,
+    prefill,
+    queue_of,
+    queues,
+)
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 NOW_S = 100.0
-MODEL = LinearLatency(a=0.010, b=0.001)
-"""10 ms a step and 1 ms a token: the numbers below can be added up by hand."""
 CHAT = SLO(ttft_s=1.0, tpot_s=0.1)
 
 EAGER = BestEffortOptions(patience_s=1e-6, aged_share=0.5)
@@ -48,15 +60,8 @@ def behind(view: RequestView) -> RequestView:
     return view._replace(best_effort=True)
 
 
-def plan(
-    *requests: RequestView,
-    policy: BatchPolicy | None = None,
-    now_s: float = 0.0,
-    latency: LatencyModel = MODEL,
-    budget: BatchBudget = ROOMY,
-) -> BatchPlan:
-    policy = policy or make_policy("fcfs")
-    return policy.plan(queue_of(*requests), now_s, latency, budget)
+def plan(*requests: RequestView, policy: str | BatchPolicy = "fcfs", **more: Any) -> BatchPlan:
+    return planned(policy, *requests, **{"now_s": 0.0, **more})
 
 
 def without_best_effort(
@@ -143,7 +148,7 @@ def test_a_promised_prompt_takes_the_memory_of_the_one_that_loses_least() -> Non
     # It needs 38 blocks: 5 are free, and 40 come free.
     assert made.evicted_ids == ["new"]
     assert made.evicted_tokens == 640
-    assert dict(made.entries)["chat"] == 600
+    assert made.tokens_of["chat"] == 600
 
 
 def test_a_promised_prompt_takes_a_sequence() -> None:
@@ -151,7 +156,7 @@ def test_a_promised_prompt_takes_a_sequence() -> None:
     budget = BatchBudget(tokens=4_096, sequences=4, kv_blocks=500, block_tokens=16)
     made = plan(*views, prefill("chat", 60, CHAT), budget=budget)
     assert made.evicted_ids == ["b3"]
-    assert "chat" in dict(made.entries)
+    assert "chat" in made.tokens_of
 
 
 def test_a_promised_answer_that_grows_takes_memory() -> None:
@@ -169,44 +174,43 @@ def test_nothing_is_evicted_for_a_prompt_that_would_not_fit_all_the_same() -> No
     made = plan(running, held, prefill("long", 400, CHAT), budget=budget)
     assert not made.evicted_ids
     # What the long one waits for is memory, not time.
-    assert dict(made.entries) == {"running": 1, "held": 1}
+    assert made.tokens_of == {"running": 1, "held": 1}
 
 
 def test_best_effort_fills_the_time_that_decodes_leave() -> None:
     chat = decode("chat", CHAT, arrival_s=9.5, first_token_s=9.99)
     batch = behind(prefill("batch", 5_000))
     # 0.09 s are left of 0.1, of which 0.9 may be used: less 10 ms a step and 1 ms for the decode.
-    assert dict(plan(chat, batch, now_s=10.0).entries) == {"chat": 1, "batch": 70}
+    assert plan(chat, batch, now_s=10.0).tokens_of == {"chat": 1, "batch": 70}
 
 
 def test_a_late_decode_is_caught_up_with() -> None:
     late = decode("late", CHAT, emitted=5, first_token_s=9.0)
     batch = behind(prefill("batch", 5_000))
     # Half of its TPOT of 0.1 s.
-    assert dict(plan(late, batch, now_s=10.0).entries) == {"late": 1, "batch": 34}
+    assert plan(late, batch, now_s=10.0).tokens_of == {"late": 1, "batch": 34}
 
 
 def test_a_promised_pace_counts_however_little_it_leaves() -> None:
     tight = decode("tight", SLO(tpot_s=0.0145), emitted=5, first_token_s=9.0)
     batch = behind(prefill("batch", 5_000))
     # One that leaves less than a quarter of a batch counts for nothing: 20 empty steps.
-    assert dict(plan(tight, batch, now_s=10.0).entries) == {"tight": 1, "batch": 189}
+    assert plan(tight, batch, now_s=10.0).tokens_of == {"tight": 1, "batch": 189}
     promised = tight._replace(promised=True)
-    assert dict(plan(promised, batch, now_s=10.0).entries) == {"tight": 1}
+    assert plan(promised, batch, now_s=10.0).tokens_of == {"tight": 1}
 
 
 def test_while_a_promised_prefill_is_left_all_time_is_its_own() -> None:
     budget = ROOMY._replace(tokens=256)
     long, batch = prefill("long", 300, CHAT), behind(prefill("batch", 50))
-    assert dict(plan(long, batch, budget=budget).entries) == {"long": 256}
-    sarathi = make_policy("sarathi", {"token_budget": 100})
-    assert dict(plan(long, batch, policy=sarathi).entries) == {"long": 100}
+    assert plan(long, batch, budget=budget).tokens_of == {"long": 256}
+    assert plan(long, batch, policy="sarathi", token_budget=100).tokens_of == {"long": 100}
 
 
 def test_alone_best_effort_runs_in_batches_that_a_newcomer_can_wait_for() -> None:
     made = plan(behind(prefill("a", 150)), behind(prefill("b", 5_000)))
     # 20 empty steps.
-    assert dict(made.entries) == {"a": 150, "b": 40}
+    assert made.tokens_of == {"a": 150, "b": 40}
     assert made.predicted_s == pytest.approx(0.2)
 
 
@@ -215,7 +219,7 @@ def test_with_steps_that_cost_nothing_themselves_batches_are_still_full() -> Non
     answers = [behind(decode(f"a{n}")) for n in range(3)]
     made = plan(*answers, behind(prefill("b", 5_000)), latency=free)
     # 50 ms.
-    assert dict(made.entries) == {"a0": 1, "a1": 1, "a2": 1, "b": 47}
+    assert made.tokens_of == {"a0": 1, "a1": 1, "a2": 1, "b": 47}
 
 
 def test_a_policy_is_not_asked_where_nothing_is_promised() -> None:
@@ -227,7 +231,7 @@ def test_a_policy_is_not_asked_where_nothing_is_promised() -> None:
             super().fill(batch, queue, now_s, latency)
 
     made = plan(behind(prefill("a", 50)), policy=NeedsRequests())
-    assert dict(made.entries) == {"a": 50}
+    assert made.tokens_of == {"a": 50}
 
 
 def test_answers_come_first_then_what_can_be_on_time_then_the_oldest() -> None:
@@ -248,8 +252,8 @@ def test_a_best_effort_request_begins_only_with_a_reserve_to_spare() -> None:
     # Its whole length takes 20 blocks; one more is for the running one, and 10 % for newcomers.
     for free, begins in ((20, False), (34, False), (35, True)):
         budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=free, block_tokens=16)
-        made = plan(chat, batch, policy=make_policy("fcfs", {}), budget=budget)
-        assert ("batch" in dict(made.entries)) == begins
+        made = plan(chat, batch, budget=budget)
+        assert ("batch" in made.tokens_of) == begins
 
 
 def test_what_best_effort_requests_hold_is_counted_once_for_the_reserve() -> None:
@@ -258,11 +262,11 @@ def test_what_best_effort_requests_hold_is_counted_once_for_the_reserve() -> Non
     # 100 blocks are held. 20 for its whole length, one for the running one, and a tenth of all.
     for free, begins in ((33, False), (35, True)):
         budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=free, block_tokens=16)
-        assert ("batch" in dict(plan(runs, batch, budget=budget).entries)) == begins
+        assert ("batch" in plan(runs, batch, budget=budget).tokens_of) == begins
 
 
 def test_after_an_eviction_none_begins_until_its_loss_is_made_good() -> None:
-    policy = make_policy("fcfs", {})
+    policy = make_policy("fcfs")
     chat = prefill("chat", 100, SLO(ttft_s=5.0, tpot_s=1.0))
     tight = BatchBudget(tokens=4_096, sequences=8, kv_blocks=0, block_tokens=16)
     made = plan(behind(decode("b", context=200)), chat, policy=policy, budget=tight)
@@ -271,12 +275,12 @@ def test_after_an_eviction_none_begins_until_its_loss_is_made_good() -> None:
     answer = decode("chat", SLO(ttft_s=5.0, tpot_s=10.0), context=100)
     waiting = behind(prefill("b", 200))
     early = plan(answer, waiting, policy=policy, now_s=3.9)
-    assert "b" not in dict(early.entries)
-    assert "b" in dict(plan(answer, waiting, policy=policy, now_s=4.1).entries)
+    assert "b" not in early.tokens_of
+    assert "b" in plan(answer, waiting, policy=policy, now_s=4.1).tokens_of
     # With nothing promised there is nothing to wait for.
     policy = make_policy("fcfs", {})
     plan(behind(decode("b", context=200)), chat, policy=policy, budget=tight)
-    assert "b" in dict(plan(waiting, policy=policy, now_s=0.1).entries)
+    assert "b" in plan(waiting, policy=policy, now_s=0.1).tokens_of
 
 
 def test_running_best_effort_requests_out_of_memory_give_way_to_each_other() -> None:
@@ -293,13 +297,13 @@ def test_an_aged_request_has_begun_is_in_every_batch_and_is_not_evicted() -> Non
     budget = BatchBudget(tokens=256, sequences=8, kv_blocks=1, block_tokens=16)
     made = plan(aged, young, prefill("chat", 600, CHAT), budget=budget)
     assert made.evicted_ids == ["young"]
-    assert dict(made.entries) == {"aged": 1, "chat": 255}
+    assert made.tokens_of == {"aged": 1, "chat": 255}
 
 
 def test_an_aged_request_comes_first_where_nothing_is_promised() -> None:
     aged = behind(prefill("aged", 400, arrival_s=-40.0))
     due = [behind(prefill(f"due{n}", 150, SLO(ttft_s=1.0))) for n in range(2)]
-    assert dict(plan(aged, *due).entries) == {"aged": 190}
+    assert plan(aged, *due).tokens_of == {"aged": 190}
 
 
 def test_small_requests_do_not_pass_a_long_one_that_waits_for_memory_for_ever() -> None:
@@ -310,10 +314,10 @@ def test_small_requests_do_not_pass_a_long_one_that_waits_for_memory_for_ever() 
     budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=100, block_tokens=16)
     for now_s, passes in ((59.0, True), (61.0, False)):
         made = plan(long, other, small, now_s=now_s, budget=budget)
-        assert dict(made.entries) == {"other": 1} | ({"small": 16} if passes else {})
+        assert made.tokens_of == {"other": 1} | ({"small": 16} if passes else {})
     # Alone it begins, though it and the reserve are more than all there is.
     alone = BatchBudget(tokens=4_096, sequences=8, kv_blocks=115, block_tokens=16)
-    assert dict(plan(long, budget=alone).entries) == {"long": 190}
+    assert plan(long, budget=alone).tokens_of == {"long": 190}
 
 
 def test_the_longest_wait_is_that_of_those_which_do_not_run() -> None:
@@ -331,48 +335,22 @@ def test_the_longest_wait_is_that_of_those_which_do_not_run() -> None:
 def test_the_wait_is_bounded_while_promises_fill_the_engine(name: str) -> None:
     patience_s, share = 3.0, 0.1
     policy = make_policy(name, {}, BestEffortOptions(patience_s=patience_s, aged_share=share))
-    first = behind(prefill("first", 90, arrival_s=0.0))
-    second = behind(prefill("second", 90, arrival_s=0.0))
-    target = {view.request_id: view for view in (first, second)}
-    answers = {"first": 0, "second": 0}
-    stream: list[RequestView] = []
-    now_s, served = 0.0, 0
-    # The second waits for the first one's prompt and its 20 tokens of answer.
-    bound_s = patience_s + 2 * 0.090 / share
-    begun_s: dict[str, float] = {}
-    while target and now_s < 60.0:
-        while sum(request.pending_tokens for request in stream) < 2_000:
-            served += 1
-            stream.append(prefill(f"s{served}", 40, SLO(ttft_s=0.5), arrival_s=now_s))
-        queue = [*target.values(), *stream]
-        budget = ROOMY._replace(tokens=512)
-        made = policy.plan(queue_of(*queue), now_s, MODEL, budget)
-        taken = dict(made.entries)
-        now_s += made.predicted_s
-        for view in list(target.values()):
-            key, tokens = view.request_id, taken.pop(view.request_id, 0)
-            if not view.is_prefill:
-                assert tokens == 1, "an aged one that answers is in every batch"
-            computed = view.computed_tokens + tokens
-            emits = tokens == view.pending_tokens
-            answers[key] += emits
-            if emits:
-                begun_s.setdefault(key, now_s)
-            target[key] = view._replace(
-                computed_tokens=computed,
-                pending_tokens=1 if emits else view.pending_tokens - tokens,
-                emitted_tokens=answers[key],
-                first_token_s=begun_s.get(key),
-                running=computed > 0,
-                kv_blocks=-(-computed // 16),
-            )
-            if answers[key] == 20:
-                del target[key]
-        stream = [request for request in stream if request.request_id not in taken]
-    assert patience_s < begun_s["first"] < begun_s["second"]
-    # A batch is 0.5 s; twenty of them are the first one's answer.
-    assert begun_s["first"] <= patience_s + 0.090 / share + 1.1
-    assert begun_s["second"] <= bound_s + 20 * 0.53 + 1.1
+    aged = [(behind(prefill(name, 90)), 20) for name in ("first", "second")]
+    budget = ROOMY._replace(tokens=512)
+    served = run(policy, [*aged, *OVERLOAD], MODEL, budget, until="second")
+    assert not served.tokens_s["s699"]
+    first_s, second_s = served.tokens_s["first"], served.tokens_s["second"]
+    for start_s, entries in served.batches:
+        answering = {n for n in ("first", "second") if _answers(served.tokens_s[n], start_s)}
+        assert answering <= dict(entries).keys(), "an aged one that answers is in every batch"
+    assert patience_s < first_s[0] < second_s[0]
+    # The second waits for the first one's prompt and answer. A batch is 0.5 s.
+    assert first_s[0] <= patience_s + 0.090 / share + 1.1
+    assert second_s[0] <= patience_s + 2 * 0.090 / share + 20 * 0.53 + 1.1
+
+
+def _answers(tokens_s: list[float], now_s: float) -> bool:
+    return tokens_s[0] <= now_s < tokens_s[-1]
 
 
 def of(tenant: int, view: RequestView, weight: float = 1.0) -> RequestView:
@@ -383,15 +361,15 @@ def test_thousands_of_requests_of_one_tenant_do_not_stand_before_the_few_of_anot
     greedy = [of(1, prefill(f"a{n}", 16, arrival_s=-5.0)) for n in range(2_000)]
     later = [of(2, prefill(f"b{n}", 16, arrival_s=-1.0)) for n in range(2)]
     made = plan(*greedy, *later, budget=ROOMY._replace(tokens=80))
-    assert [key for key, _ in made.entries] == ["a0", "b0", "a1", "b1", "a2"]
+    assert order(made) == ["a0", "b0", "a1", "b1", "a2"]
     # What runs of a tenant is before its next one, too.
     begun = [of(1, decode(f"run{n}", context=80)) for n in range(2)]
     made = plan(*begun, *greedy, *later, budget=ROOMY._replace(tokens=66))
-    assert [key for key, _ in made.entries] == ["run0", "run1", "b0", "b1", "a0", "a1"]
+    assert order(made) == ["run0", "run1", "b0", "b1", "a0", "a1"]
     # One that has waited for long is before all that has not; of these, tenants take turns as well.
     aged = [view._replace(arrival_s=-1_000.0) for view in (*greedy, *later)]
     made = plan(*aged, budget=ROOMY._replace(tokens=48))
-    assert [key for key, _ in made.entries] == ["a0", "b0", "a1"]
+    assert order(made) == ["a0", "b0", "a1"]
 
 
 def test_the_oldest_keeps_its_place_in_the_lane_whatever_runs_of_its_tenant() -> None:
@@ -409,7 +387,7 @@ def test_a_prompt_that_has_begun_is_before_the_next_one_of_who_had_the_last_turn
     greedy = [of(1, prefill(f"a{n}", 400, arrival_s=-5.0)) for n in range(9)]
     other = of(2, prefill("b", 400, arrival_s=-1.0, computed=16))
     made = plan(*greedy, other, budget=ROOMY._replace(tokens=200))
-    assert [key for key, _ in made.entries] == ["b"]
+    assert order(made) == ["b"]
 
 
 def test_the_turns_are_by_weight_and_keep_the_order_of_deadlines() -> None:
@@ -420,7 +398,7 @@ def test_the_turns_are_by_weight_and_keep_the_order_of_deadlines() -> None:
     soon = SLO(ttft_s=5.0)
     urgent = of(1, prefill("soon", 16, soon), 3.0)
     made = plan(*heavy, urgent, *light, budget=ROOMY._replace(tokens=16))
-    assert [key for key, _ in made.entries] == ["soon"]
+    assert order(made) == ["soon"]
 
 
 @settings(max_examples=examples(100))

@@ -1,24 +1,21 @@
 """What deadline triage keeps, what it sheds, and how long the shed wait."""
 
+from functools import partial
+
 import pytest
 
-from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
-from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.batching import BatchBudget, make_policy
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
-from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+from tests.scheduling import views
+from tests.scheduling.steps import OVERLOAD, run
+from tests.scheduling.views import MODEL, ROOMY, decode, prefill, queue_of
 
-MODEL = LinearLatency(a=0.010, b=0.001)
-"""10 ms a step and 1 ms a token: the numbers below can be added up by hand."""
-
-
-def plan(*requests: RequestView, now_s: float = 0.0, budget: BatchBudget = ROOMY) -> BatchPlan:
-    policy = make_policy("deadline_triage", {"headroom": 0.0})
-    return policy.plan(queue_of(*requests), now_s, MODEL, budget)
+plan = partial(views.planned, "deadline_triage", now_s=0.0, headroom=0.0)
 
 
 def planned(*requests: RequestView, now_s: float = 0.0) -> dict[str, int]:
-    return dict(plan(*requests, now_s=now_s).entries)
+    return plan(*requests, now_s=now_s).tokens_of
 
 
 def test_two_short_prompts_are_kept_and_the_long_one_that_would_cost_both_is_shed() -> None:
@@ -47,13 +44,12 @@ def test_a_late_decode_does_not_shrink_the_time_budget() -> None:
 @pytest.mark.parametrize(("spread", "tokens"), [(0.0, 79), (0.04, 79), (0.1, 69), (0.9, 54)])
 def test_the_head_room_grows_with_the_errors_of_recent_steps(spread: float, tokens: int) -> None:
     slo = SLO(ttft_s=5.0, tpot_s=0.1)
-    queue = queue_of(
-        decode("a", slo, arrival_s=9.5, first_token_s=10.0), prefill("b", 500, slo, arrival_s=9.0)
-    )
-    policy = make_policy("deadline_triage", {"headroom": 0.1})
-    entries = policy.plan(queue, 10.0, MODEL.corrected(1.0, spread=spread), ROOMY).entries
+    running = decode("a", slo, arrival_s=9.5, first_token_s=10.0)
+    latency = MODEL.corrected(1.0, spread=spread)
+    new = prefill("b", 500, slo, arrival_s=9.0)
+    made = plan(running, new, now_s=10.0, headroom=0.1, latency=latency)
     # A tenth of 100 ms, or twice the spread, or 35 ms; less 10 ms a step and 1 ms for the decode.
-    assert dict(entries) == {"a": 1, "b": tokens}
+    assert made.tokens_of == {"a": 1, "b": tokens}
 
 
 def test_a_late_decode_that_was_promised_is_caught_up_with() -> None:
@@ -193,10 +189,8 @@ def test_a_kept_prompt_without_room_holds_nobody_up() -> None:
     budget = BatchBudget(tokens=4_096, sequences=8, kv_blocks=10, block_tokens=16)
     slo = SLO(ttft_s=5.0)
     running = decode("running", SLO(ttft_s=1.0, tpot_s=0.5), context=15)
-    entries = dict(
-        plan(running, prefill("long", 1_000, slo), prefill("short", 64, slo), budget=budget).entries
-    )
-    assert entries == {"running": 1, "short": 64}
+    made = plan(running, prefill("long", 1_000, slo), prefill("short", 64, slo), budget=budget)
+    assert made.tokens_of == {"running": 1, "short": 64}
 
 
 # 1,600 tokens: "late" has computed 960 of its 1,200, and "chat" needs 1,000.
@@ -207,7 +201,7 @@ CHAT = prefill("chat", 1_000, SLO(ttft_s=4.0), arrival_s=10.0)
 
 def evicted(*requests: RequestView, now_s: float = 10.0) -> tuple[list[str], dict[str, int]]:
     made = plan(*requests, now_s=now_s, budget=TIGHT)
-    return made.evicted_ids, dict(made.entries)
+    return made.evicted_ids, made.tokens_of
 
 
 def test_a_late_prompt_gives_its_memory_to_the_first_one_that_can_be_on_time() -> None:
@@ -271,27 +265,7 @@ def test_the_wait_of_a_late_request_is_bounded_while_others_keep_the_engine_full
 ) -> None:
     patience_s = 3.0
     policy = make_policy("deadline_triage", {"patience_s": patience_s, "aged_share": share})
-    slo = SLO(ttft_s=0.5)
     shed = prefill("shed", 90, SLO(ttft_s=0.05))._replace(promised=promised)
-    now_s, served = 0.0, 0
-    stream: list[RequestView] = []
-    bound_s = patience_s + 0.090 / share
-    while shed.pending_tokens and now_s < 2 * bound_s:
-        # Always more that can be held than the engine can do.
-        while sum(request.pending_tokens for request in stream) < 2_000:
-            served += 1
-            stream.append(prefill(f"s{served}", 40, slo, arrival_s=now_s))
-        step = policy.plan(queue_of(shed, *stream), now_s, MODEL, ROOMY)
-        taken = dict(step.entries)
-        now_s += step.predicted_s
-        tokens = taken.pop("shed", 0)
-        shed = shed._replace(
-            computed_tokens=shed.computed_tokens + tokens,
-            pending_tokens=shed.pending_tokens - tokens,
-            running=shed.running or tokens > 0,
-            kv_blocks=-(-(shed.computed_tokens + tokens) // 16),
-        )
-        stream = [request for request in stream if request.request_id not in taken]
-    assert shed.pending_tokens == 0
-    assert now_s <= bound_s + 1.0
-    assert promised or now_s > patience_s
+    (first_s,) = run(policy, [(shed, 1), *OVERLOAD], MODEL, until="shed").tokens_s["shed"]
+    assert first_s <= patience_s + 0.090 / share + 1.0
+    assert promised or first_s > patience_s

@@ -3,36 +3,26 @@
 The examples follow FairBatching §3.2 and §3.3; the numbers are ours, as its figures give none.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
-from sluice.scheduling.batching import BatchPlan, make_policy
-from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.objective import SLO, Anchor, TokenClock
-from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.steps import Run, run
-from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+from tests.scheduling.views import (
+    MODEL,
+    NOW_S,
+    ROOMY,
+    decode,
+    decode_due_in,
+    planned,
+    prefill,
+    prefill_due_in,
+)
 
-NOW_S = 10.0
-MODEL = LinearLatency(a=0.010, b=0.001)
-
-
-def decode_due_in(request_id: str, slack_ms: float, tpot_ms: float) -> RequestView:
-    """A decode whose second token is due in ``slack_ms``."""
-    slo = SLO(ttft_s=1.0, tpot_s=tpot_ms / 1000)
-    arrival_s = NOW_S + (slack_ms - tpot_ms) / 1000 - 1.0
-    return decode(request_id, slo, arrival_s=arrival_s, first_token_s=arrival_s + 1.0)
-
-
-def prefill_due_in(request_id: str, slack_ms: float, tokens: int) -> RequestView:
-    """A waiting prompt whose first token is due in ``slack_ms``."""
-    arrival_s = NOW_S + slack_ms / 1000 - 2.0
-    return prefill(request_id, tokens, SLO(ttft_s=2.0, tpot_s=0.05), arrival_s=arrival_s)
-
-
-def plan(*requests: RequestView, **options: object) -> BatchPlan:
-    return make_policy("fairbatching", options).plan(queue_of(*requests), NOW_S, MODEL, ROOMY)
+plan = partial(planned, "fairbatching")
 
 
 def test_the_least_slack_sets_the_budget_and_the_last_prefill_is_chunked() -> None:
@@ -79,12 +69,8 @@ def test_other_decodes_run_in_what_prefills_leave() -> None:
 
 
 def test_without_a_decode_only_the_token_limit_binds() -> None:
-    result = make_policy("fairbatching").plan(
-        queue_of(prefill_due_in("b", 50, 600), prefill_due_in("a", 20, 600)),
-        NOW_S,
-        MODEL,
-        ROOMY._replace(tokens=1_000),
-    )
+    queue = prefill_due_in("b", 50, 600), prefill_due_in("a", 20, 600)
+    result = plan(*queue, budget=ROOMY._replace(tokens=1_000))
     assert result.entries == (("a", 600), ("b", 400))
 
 
@@ -115,9 +101,7 @@ def test_the_anchor_decides_whether_an_early_first_token_may_be_followed_by_a_st
     queue = (early, prefill_due_in("p", 100, 500))
     assert plan(*queue, anchor="first_token").entries == (("early", 1), ("p", 9))
     assert plan(*queue, anchor="envelope").entries == (("early", 1), ("p", 500))
-    result = make_policy("fairbatching", {"anchor": "envelope"}).plan(
-        queue_of(*queue, decode_due_in("tight", 30, 20)), NOW_S, MODEL, ROOMY
-    )
+    result = plan(*queue, decode_due_in("tight", 30, 20), anchor="envelope")
     assert result.entries == (("tight", 1), ("p", 19)), "`early` stalls while it has slack"
 
 

@@ -1,42 +1,35 @@
 """S-EDF by example: 10 ms a step, 0.1 ms a token, chunks of 1,000 tokens."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
+from sluice.scheduling.batching import BatchBudget, make_policy
 from sluice.scheduling.batching.s_edf import chunked_work_s
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.kernels import COMPUTED, PENDING
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.steps import run
-from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+from tests.scheduling.views import NOW_S, ROOMY, decode, order, planned, prefill, queue_of
+from tests.scheduling.views import prefill_due_in as due_in
 
-NOW_S = 10.0
 MODEL = LinearLatency(a=0.010, b=0.0001)
 
 
-def due_in(request_id: str, slack_ms: float, tokens: int) -> RequestView:
-    """A prompt whose first token is due in ``slack_ms`` at t = 10 s."""
-    arrival_s = NOW_S + slack_ms / 1000 - 5.0
-    return prefill(request_id, tokens, SLO(ttft_s=5.0), arrival_s=arrival_s)
+plan = partial(planned, "s_edf", latency=MODEL, chunk_tokens=1_000)
 
 
-def plan(policy: str, *requests: RequestView, **options: object) -> BatchPlan:
-    options = {"chunk_tokens": 1_000, **options}
-    return make_policy(policy, options).plan(queue_of(*requests), NOW_S, MODEL, ROOMY)
-
-
-def ranking(policy: str, *requests: RequestView, **options: object) -> list[str]:
+def ranking(*requests: RequestView) -> list[str]:
     """The order in which tasks of one request each are decided on."""
-    left, order = list(requests), []
+    left, ranked = list(requests), []
     while left:
-        head = plan(policy, *left, batch_tokens=0, **options).entries[0].request_id
-        order.append(head)
-        left = [request for request in left if request.request_id != head]
-    return order
+        ranked.append(order(plan(*left, batch_tokens=0))[0])
+        left = [request for request in left if request.request_id != ranked[-1]]
+    return ranked
 
 
 QUEUE = (
@@ -51,7 +44,7 @@ QUEUE = (
 
 
 def test_feasible_by_deadline_then_without_deadline_then_hopeless_the_latest_first() -> None:
-    assert ranking("s_edf", *QUEUE) == ["sooner", "later", "free", "hopeless", "past", "long-past"]
+    assert ranking(*QUEUE) == ["sooner", "later", "free", "hopeless", "past", "long-past"]
 
 
 def test_others_join_the_head_while_its_time_and_the_token_budget_allow() -> None:
@@ -62,28 +55,28 @@ def test_others_join_the_head_while_its_time_and_the_token_budget_allow() -> Non
         due_in("b", 300, 210),
         due_in("c", 400, 150),
     )
-    assert plan("s_edf", *queue).entries == (("head", 400), ("a", 300), ("c", 150))
+    assert plan(*queue).entries == (("head", 400), ("a", 300), ("c", 150))
     # The sum of tokens must stay below the budget: 700 is not below 700, so `a` is passed over.
-    assert plan("s_edf", *queue, batch_tokens=700).entries == (("head", 400), ("b", 210))
-    assert plan("s_edf", *queue, batch_tokens=701).entries == (("head", 400), ("a", 300))
+    assert plan(*queue, batch_tokens=700).entries == (("head", 400), ("b", 210))
+    assert plan(*queue, batch_tokens=701).entries == (("head", 400), ("a", 300))
 
 
 def test_a_batch_that_takes_more_chunks_costs_their_fixed_time() -> None:
     # 600 + 600 tokens take two chunks: 20 + 120 ms, which is not less than 140 but less than 141.
-    assert plan("s_edf", due_in("h", 139.9, 600), due_in("a", 900, 600)).entries == (("h", 600),)
-    result = plan("s_edf", due_in("h", 141, 600), due_in("a", 900, 600))
+    assert plan(due_in("h", 139.9, 600), due_in("a", 900, 600)).entries == (("h", 600),)
+    result = plan(due_in("h", 141, 600), due_in("a", 900, 600))
     assert result.entries == (("h", 600), ("a", 400))
 
 
 def test_a_chunk_is_not_padded_and_a_late_head_runs_alone() -> None:
-    assert plan("s_edf", due_in("h", 30, 100), due_in("long", 900, 5_000)).entries == (("h", 100),)
+    assert plan(due_in("h", 30, 100), due_in("long", 900, 5_000)).entries == (("h", 100),)
     late = (due_in("h", -10, 100), due_in("later", -20, 100))
-    assert plan("s_edf", *late).entries == (("h", 100),)
+    assert plan(*late).entries == (("h", 100),)
 
 
 def test_decodes_run_beside_the_task() -> None:
     queue = (decode("d1"), due_in("h", 900, 2_500), decode("d2", SLO(tpot_s=0.001)))
-    assert plan("s_edf", *queue).entries == (("d1", 1), ("d2", 1), ("h", 1_000))
+    assert plan(*queue).entries == (("d1", 1), ("d2", 1), ("h", 1_000))
 
 
 def test_two_requests_with_different_priorities() -> None:
@@ -140,11 +133,7 @@ def test_a_head_without_room_does_not_stop_the_engine() -> None:
     assert policy.plan(queue, NOW_S, MODEL, budget).entries == (("small", 100),)
 
 
-@given(
-    computed=st.integers(0, 5_000),
-    pending=st.integers(1, 5_000),
-    chunk=st.integers(16, 3_000),
-)
+@given(computed=st.integers(0, 5_000), pending=st.integers(1, 5_000), chunk=st.integers(16, 3_000))
 def test_the_time_in_chunks_is_the_sum_of_the_chunks(
     computed: int, pending: int, chunk: int
 ) -> None:

@@ -1,40 +1,32 @@
 """SlideBatching by hand: 10 ms a step, 1 ms a token, all at t = 10 s (ProServe Algorithm 1)."""
 
+from functools import partial
+
 import pytest
 
-from sluice.scheduling.batching import BatchPlan, make_policy
+from sluice.scheduling.batching import make_policy
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import RequestView
 from tests.scheduling.steps import run
-from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+from tests.scheduling.views import (
+    NOW_S,
+    decode,
+    decode_due_in,
+    order,
+    planned,
+    prefill,
+    prefill_due_in,
+)
 
-NOW_S = 10.0
-MODEL = LinearLatency(a=0.010, b=0.001)
+plan = partial(planned, "slidebatching")
 
-
-def prefill_due_in(request_id: str, slack_ms: float, tokens: int, priority: int = 1) -> RequestView:
-    """A waiting prompt whose first token is due in ``slack_ms``; it states no TPOT."""
-    arrival_s = NOW_S + slack_ms / 1000 - 5.0
-    return prefill(request_id, tokens, SLO(ttft_s=5.0, priority=priority), arrival_s=arrival_s)
-
-
-def decode_due_in(
-    request_id: str, slack_ms: float, tpot_ms: float, priority: int = 1
-) -> RequestView:
-    """A decode whose second token is due in ``slack_ms``."""
-    slo = SLO(ttft_s=1.0, tpot_s=tpot_ms / 1000, priority=priority)
-    arrival_s = NOW_S + (slack_ms - tpot_ms) / 1000 - 1.0
-    return decode(request_id, slo, arrival_s=arrival_s, first_token_s=arrival_s + 1.0)
-
-
-def plan(*requests: RequestView, **options: object) -> BatchPlan:
-    return make_policy("slidebatching", options).plan(queue_of(*requests), NOW_S, MODEL, ROOMY)
-
-
-def order(result: BatchPlan) -> list[str]:
-    return [entry.request_id for entry in result.entries]
+# Budget 200 ms, phi_a = 200/190 * 300 ms = 316 ms: the first two are urgent, by density.
+SLIDING = (
+    prefill_due_in("first", 200, 100),
+    prefill_due_in("second", 300, 100, priority=2),
+    prefill_due_in("third", 400, 100, priority=9),
+)
 
 
 def test_at_low_load_all_are_normal_and_run_by_deadline() -> None:
@@ -59,27 +51,16 @@ def test_at_high_load_all_are_urgent_and_run_by_density() -> None:
 
 
 def test_the_boundary_slides_between_urgent_and_normal() -> None:
-    # Budget 200 ms, phi_a = 200/190 * 300 ms = 316 ms: the first two are urgent, by density.
-    queue = (
-        prefill_due_in("first", 200, 100),
-        prefill_due_in("second", 300, 100, priority=2),
-        prefill_due_in("third", 400, 100, priority=9),
-    )
-    assert plan(*queue).entries == (("second", 100), ("first", 90))
-    assert order(plan(*queue, gamma=0.0)) == ["first", "second"], "deadline first"
-    assert order(plan(*queue, gamma=10.0)) == ["third", "second"], "density first"
+    assert plan(*SLIDING).entries == (("second", 100), ("first", 90))
+    assert order(plan(*SLIDING, gamma=0.0)) == ["first", "second"], "deadline first"
+    assert order(plan(*SLIDING, gamma=10.0)) == ["third", "second"], "density first"
 
 
 def test_phi_c_counts_only_the_work_due_no_later() -> None:
     # phi_c is 105, 211 and 316 ms for the three: none is due sooner than that, so none is urgent.
-    queue = (
-        prefill_due_in("first", 200, 100),
-        prefill_due_in("second", 300, 100, priority=2),
-        prefill_due_in("third", 400, 100, priority=9),
-    )
-    assert plan(*queue, boundary="phi_c").entries == (("first", 100), ("second", 90))
+    assert plan(*SLIDING, boundary="phi_c").entries == (("first", 100), ("second", 90))
     # With twice the pessimism, 211, 421 and 632: all are.
-    assert order(plan(*queue, boundary="phi_c", gamma=2.0)) == ["third", "second"]
+    assert order(plan(*SLIDING, boundary="phi_c", gamma=2.0)) == ["third", "second"]
 
 
 def test_a_request_that_is_late_anyway_pins_the_budget_only_if_asked_to() -> None:
@@ -130,8 +111,7 @@ def test_a_prompt_too_deep_in_context_for_the_decodes_slack_moves_all_the_same()
     begun = prefill("begun", 5_000, SLO(ttft_s=5.0), computed=4_000, arrival_s=5.0)
     # Not one token of `begun` fits the 30 ms: its context alone takes 40. The decode and the first
     # token are three quarters of a batch of (10 + 1.17 + 41.01) / 0.75 = 69.6 ms.
-    queue = queue_of(begun, decode_due_in("d", 30, 50))
-    result = make_policy("slidebatching").plan(queue, NOW_S, deep, ROOMY)
+    result = plan(begun, decode_due_in("d", 30, 50), latency=deep)
     assert result.entries == (("d", 1), ("begun", 18))
 
 
@@ -144,9 +124,7 @@ def test_decodes_that_run_ahead_of_their_pace_do_not_stretch_a_tight_ones_batch(
 
 def test_a_step_longer_than_every_budget_still_moves() -> None:
     slow = LinearLatency(a=0.010, b=1.0)
-    result = make_policy("slidebatching").plan(
-        queue_of(prefill_due_in("p", 100, 500)), NOW_S, slow, ROOMY
-    )
+    result = plan(prefill_due_in("p", 100, 500), latency=slow)
     assert result.entries == (("p", 16),), "one block at a time"
 
 
@@ -171,22 +149,11 @@ def test_phi_p_counts_a_batch_per_request() -> None:
     ):
         policy = make_policy("slidebatching", {"boundary": boundary}, role=role)
         assert policy.options == SlideBatchingOptions(boundary=expected)
-    policy = make_policy("slidebatching", role="prefill")
-    assert order(policy.plan(queue_of(*queue), NOW_S, MODEL, ROOMY)) == ["heavy", "p0", "p1", "p2"]
-
-
-# The ablation of §5.4. Budget 200 ms, phi_a 316 ms: the first two are urgent.
-ABLATED = (
-    prefill_due_in("first", 200, 100),
-    prefill_due_in("second", 300, 100, priority=2),
-    prefill_due_in("third", 400, 100, priority=9),
-)
 
 
 def test_without_the_partition_all_run_by_deadline_or_all_by_density() -> None:
-    assert plan(*ABLATED).entries == (("second", 100), ("first", 90))
-    assert plan(*ABLATED, order="deadline").entries == (("first", 100), ("second", 90))
-    assert plan(*ABLATED, order="density").entries == (("third", 100), ("second", 90))
+    assert plan(*SLIDING, order="deadline").entries == (("first", 100), ("second", 90))
+    assert plan(*SLIDING, order="density").entries == (("third", 100), ("second", 90))
     # A gamma of 0 is not the same: late requests are still urgent there.
     late = prefill_due_in("late", -10, 10)
     later = prefill_due_in("later", -20, 100)
@@ -198,10 +165,10 @@ def test_without_the_estimator_only_the_token_limit_bounds_a_batch_and_lateness_
     None
 ):
     late = prefill_due_in("late", -10, 50)
-    result = plan(*ABLATED, late, latency_aware=False)
+    result = plan(*SLIDING, late, latency_aware=False)
     assert result.entries == (("late", 50), ("first", 100), ("second", 100), ("third", 100))
     both = (prefill_due_in("long-late", -90, 90, priority=1), late)
-    assert order(plan(*ABLATED, *both, latency_aware=False))[:2] == ["late", "long-late"]
+    assert order(plan(*SLIDING, *both, latency_aware=False))[:2] == ["late", "long-late"]
 
 
 def test_a_prefill_share_of_zero_leaves_the_budget_to_the_decodes() -> None:
@@ -241,5 +208,4 @@ def test_a_tpot_of_just_an_empty_step_sets_no_budget() -> None:
     # By a model of fixed time alone a decode adds nothing, and phi would divide by nothing.
     free = LinearLatency(a=0.010, b=0.0)
     late = decode_due_in("late", -100, 10)
-    policy = make_policy("slidebatching", {"prefill_share": 0.0})
-    assert policy.plan(queue_of(late), NOW_S, free, ROOMY).entries == (("late", 1),)
+    assert plan(late, latency=free, prefill_share=0.0).entries == (("late", 1),)

@@ -1,15 +1,20 @@
 """Short ways to write a request, and hypothesis strategies for queues and budgets."""
 
 from math import nan
+from typing import Any
 
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import BatchBudget
-from sluice.scheduling.latency.model import LinearLatency, RooflineLatency
+from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 
 ROOMY = BatchBudget(tokens=100_000, sequences=1_000, kv_blocks=100_000, block_tokens=16)
+MODEL = LinearLatency(a=0.010, b=0.001)
+"""10 ms a step and 1 ms a token: worked examples can be added up by hand."""
+
+NOW_S = 10.0
 
 
 def prefill(
@@ -55,6 +60,37 @@ def decode(
         kv_blocks=-(-context // 16),
         running=True,
     )
+
+
+def prefill_due_in(request_id: str, slack_ms: float, tokens: int, priority: int = 1) -> RequestView:
+    """A waiting prompt whose first token is due in ``slack_ms`` at :data:`NOW_S`, without TPOT."""
+    arrival_s = NOW_S + slack_ms / 1000 - 5.0
+    return prefill(request_id, tokens, SLO(ttft_s=5.0, priority=priority), arrival_s=arrival_s)
+
+
+def decode_due_in(request_id: str, slack_ms: float, tpot_ms: float) -> RequestView:
+    """A decode whose second token is due in ``slack_ms`` at :data:`NOW_S`."""
+    slo = SLO(ttft_s=1.0, tpot_s=tpot_ms / 1000)
+    arrival_s = NOW_S + (slack_ms - tpot_ms) / 1000 - 1.0
+    return decode(request_id, slo, arrival_s=arrival_s, first_token_s=arrival_s + 1.0)
+
+
+def planned(
+    policy: str | BatchPolicy,
+    *requests: RequestView,
+    latency: LatencyModel = MODEL,
+    budget: BatchBudget = ROOMY,
+    now_s: float = NOW_S,
+    **options: Any,
+) -> BatchPlan:
+    """The next plan of a policy, or the first one of that name with ``options``."""
+    chosen = make_policy(policy, options) if isinstance(policy, str) else policy
+    return chosen.plan(queue_of(*requests), now_s, latency, budget)
+
+
+def order(plan: BatchPlan) -> list[str]:
+    """The planned requests by id."""
+    return list(plan.tokens_of)
 
 
 def queue_of(*requests: RequestView) -> QueueView:
