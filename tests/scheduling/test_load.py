@@ -83,9 +83,12 @@ class TestDemand:
     def test_the_memory_of_those_that_wait_is_bounded(self) -> None:
         fleet = fleet_of(report())
         demand = Demand()
-        for key in range(MAX_UNPLACED + 100):
-            demand.count(job(fleet, query(key)), RouteDecision(None, UNATTAINABLE), fleet)
-        assert len(demand._unplaced) == MAX_UNPLACED
+        waits = RouteDecision(None, UNATTAINABLE)
+        for key in range(MAX_UNPLACED + 1):
+            demand.count(job(fleet, query(key)), waits, fleet)
+        for key, more in ((MAX_UNPLACED, 1), (0, 2)):
+            demand.count(job(fleet, query(key)), waits, fleet)
+            assert demand.load(fleet, 0.0).asked == MAX_UNPLACED + more, "the first is forgotten"
 
     def test_without_admission_all_that_is_placed_is_served_as_if_promised(self) -> None:
         fleet = fleet_of(report())

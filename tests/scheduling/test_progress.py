@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import POLICIES, BatchBudget, make_policy
+from sluice.benchmarks.experiments.policies import LOCAL
+from sluice.scheduling.batching import BatchBudget, make_policy
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from tests.examples import examples
 from tests.scheduling.steps import run
+from tests.scheduling.test_plan_invariants import VARIANTS
 from tests.scheduling.views import prefill, slos
 
 MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000_000_1)
@@ -90,8 +92,8 @@ def test_an_endless_stream_of_tight_decodes_does_not_stop_a_prefill(
     assert len(times_s["d1999"]) < 50, "the stream must outlast the prompt"
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-@settings(max_examples=examples(25))
+@pytest.mark.parametrize(("name", "options"), VARIANTS)
+@settings(max_examples=examples(15))
 @given(
     data=st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 40), slos, st.floats(0, 2)),
@@ -102,7 +104,11 @@ def test_an_endless_stream_of_tight_decodes_does_not_stop_a_prefill(
     tokens=st.integers(8, 256),
 )
 def test_every_request_ends_also_where_memory_is_short(
-    name: str, data: list[tuple[int, int, SLO, float]], blocks: int, tokens: int
+    name: str,
+    options: dict[str, object],
+    data: list[tuple[int, int, SLO, float]],
+    blocks: int,
+    tokens: int,
 ) -> None:
     jobs = [
         (prefill(f"j{index}", prompt, slo, arrival_s=arrival_s), output)
@@ -110,5 +116,5 @@ def test_every_request_ends_also_where_memory_is_short(
     ]
     # A request alone always fits: 300 + 40 tokens are 22 blocks.
     budget = BUDGET._replace(tokens=tokens, kv_blocks=blocks, sequences=4)
-    times_s = run(make_policy(name), jobs, MODEL, budget).tokens_s
+    times_s = run(LOCAL.make(name, options), jobs, MODEL, budget).tokens_s
     assert [len(own) for own in times_s.values()] == [output for _, output in jobs]

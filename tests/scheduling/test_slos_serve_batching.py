@@ -17,7 +17,7 @@ from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.scheduling.steps import run
-from tests.scheduling.views import ROOMY, decode, prefill, queue_of
+from tests.scheduling.views import ROOMY, decode, planned, prefill, queue_of
 
 # 5 ms a step and 1 ms a token.
 MODEL = LinearLatency(a=0.005, b=0.001)
@@ -29,17 +29,8 @@ def policy(**options: object) -> SLOsServe:
     return SLOsServe(SLOsServeOptions.model_validate({"margin": 0.0, **options}))
 
 
-def planned(plan: BatchPlan) -> dict[str, int]:
-    return dict(plan.entries)
-
-
-def plan_of(
-    chosen: SLOsServe,
-    *requests: RequestView,
-    now_s: float = 0.0,
-    budget: BatchBudget = ROOMY,
-) -> dict[str, int]:
-    return planned(chosen.plan(queue_of(*requests), now_s, MODEL, budget))
+def plan_of(chosen: SLOsServe, *requests: RequestView, now_s: float = 0.0) -> dict[str, int]:
+    return planned(chosen, *requests, now_s=now_s, latency=MODEL).tokens_of
 
 
 def promised(chosen: SLOsServe, *requests: RequestView, budget: BatchBudget = ROOMY) -> set[str]:
@@ -76,11 +67,8 @@ def test_a_decode_is_left_out_until_the_next_batch_would_be_too_late() -> None:
 
 def test_promised_prefills_share_the_budget_by_deadline() -> None:
     first, second = prefill("first", 30, SLO(ttft_s=0.5)), prefill("second", 30, SLO(ttft_s=0.2))
-    assert plan_of(policy(), first, second, decode("d", FAST)) == {
-        "d": 1,
-        "second": 30,
-        "first": 14,
-    }
+    plan = plan_of(policy(), first, second, decode("d", FAST))
+    assert plan == {"d": 1, "second": 30, "first": 14}
 
 
 def test_a_batch_that_ends_a_prefill_is_not_padded_past_its_deadline() -> None:
@@ -95,13 +83,8 @@ def test_a_request_that_cannot_be_held_gets_what_is_left_and_costs_nobody_a_prom
     chat = prefill("chat", 60, SLO(ttft_s=1.0))
     pace = decode("pace", FAST)
     assert plan_of(policy(), hopeless, chat, pace) == {"pace": 1, "chat": 44}
-    assert plan_of(
-        policy(), hopeless, chat._replace(prompt_tokens=20, pending_tokens=20), pace
-    ) == {
-        "pace": 1,
-        "chat": 20,
-        "hopeless": 24,
-    }
+    chat = chat._replace(prompt_tokens=20, pending_tokens=20)
+    assert plan_of(policy(), hopeless, chat, pace) == {"pace": 1, "chat": 20, "hopeless": 24}
 
 
 def test_requests_without_objective_are_best_effort_and_decode_before_they_prefill() -> None:
@@ -109,8 +92,8 @@ def test_requests_without_objective_are_best_effort_and_decode_before_they_prefi
     answering, chat = decode("answering", NONE), prefill("chat", 30, FAST)
     chosen = policy()
     assert promised(chosen, waiting, begun, answering, chat) == {"chat"}
-    plan = chosen.plan(queue_of(waiting, begun, answering, chat), 0.0, MODEL, ROOMY)
-    assert [entry.request_id for entry in plan.entries] == ["chat", "answering", "begun", "waiting"]
+    plan = plan_of(chosen, waiting, begun, answering, chat)
+    assert list(plan) == ["chat", "answering", "begun", "waiting"]
 
 
 def test_an_end_to_end_objective_is_paced_over_the_expected_output() -> None:
@@ -140,12 +123,12 @@ def test_a_roofline_model_admits_what_both_of_its_lines_allow() -> None:
     roofline = RooflineLatency(0.001, 0.0, 0.0, 0.0, 0.0, 0.04)
     request = prefill("r", 100, SLO(ttft_s=0.16, tpot_s=0.1))
     chosen = policy()
-    plan = chosen.plan(queue_of(request), 0.0, roofline, ROOMY)
+    plan = planned(chosen, request, now_s=0.0, latency=roofline)
     assert len(chosen.promised_keys) == 1
-    assert planned(plan) == {"r": 100}
+    assert plan.tokens_of == {"r": 100}
     late = request._replace(slo=SLO(ttft_s=0.09, tpot_s=0.1))
     refused = policy()
-    refused.plan(queue_of(late), 0.0, roofline, ROOMY)
+    planned(refused, late, now_s=0.0, latency=roofline)
     assert len(refused.promised_keys) == 0
 
 
@@ -399,7 +382,3 @@ def test_figure_3_as_a_run() -> None:
     }
     assert late <= {"r4"}
     assert slos_serve.tokens_s["r3"][0] == pytest.approx(6)
-
-
-def test_empty_queues_are_planned() -> None:
-    assert len(policy().plan(QueueView(), 0.0, MODEL, ROOMY)) == 0

@@ -2,6 +2,7 @@
 against chance."""
 
 import random
+from functools import partial
 from itertools import product
 from math import inf
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.latency import speculation as solver
 from sluice.scheduling.latency.model import (
     LatencyModel,
@@ -37,6 +37,7 @@ from sluice.scheduling.request.kernels import FIXED, PREFILL_TOKENS, Ints, work_
 from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import RequestView
 from tests.examples import examples
+from tests.scheduling import views
 from tests.scheduling.views import ROOMY, decode, prefill, queue_of
 
 MODEL = LinearLatency(a=0.02, b=0.0001)
@@ -329,10 +330,7 @@ def test_drafts_leave_tokens_to_others() -> None:
     assert set(every.drafts) == {9}
 
 
-def planned(
-    name: str, *requests: RequestView, budget: BatchBudget = ROOMY, latency: LatencyModel = MODEL
-) -> BatchPlan:
-    return make_policy(name).plan(queue_of(*requests), 0.0, latency, budget)
+planned = partial(views.planned, now_s=0.0, latency=MODEL)
 
 
 @pytest.mark.parametrize("name", ["slos_serve", "deadline_triage"])
@@ -340,7 +338,7 @@ def test_what_is_accepted_makes_room_for_prefill(name: str) -> None:
     def prompt_tokens(alpha: float) -> tuple[int, float]:
         decodes = [drafting(f"t{n}", TIGHT, alpha=alpha) for n in range(5)]
         plan = planned(name, *decodes, PROMPT)
-        return dict(plan.entries)["prompt"], plan.predicted_s
+        return plan.tokens_of["prompt"], plan.predicted_s
 
     without, tight_s = prompt_tokens(0.0)
     beside, long_s = prompt_tokens(0.8)
@@ -350,8 +348,8 @@ def test_what_is_accepted_makes_room_for_prefill(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["slos_serve", "deadline_triage", "fcfs", "fairbatching"])
 def test_a_lone_decode_checks_what_is_drafted(name: str) -> None:
-    assert dict(planned(name, drafting("d", TIGHT, drafted=4)).entries) == {"d": 5}
-    assert dict(planned(name, drafting("d", TIGHT, drafted=4, alpha=0.0)).entries) == {"d": 1}
+    assert planned(name, drafting("d", TIGHT, drafted=4)).tokens_of == {"d": 5}
+    assert planned(name, drafting("d", TIGHT, drafted=4, alpha=0.0)).tokens_of == {"d": 1}
 
 
 def test_drafts_take_no_block_that_another_needs() -> None:
@@ -360,20 +358,19 @@ def test_drafts_take_no_block_that_another_needs() -> None:
 
     def tokens(blocks: int) -> list[int]:
         budget = ROOMY._replace(kv_blocks=blocks)
-        return [t for _, t in planned("fcfs", full("a"), full("b"), budget=budget).entries]
+        return planned("fcfs", full("a"), full("b"), budget=budget).tokens.tolist()
 
     # Each needs a block of 16 for its own token, which leaves room for all of its drafts.
     assert tokens(2) == [10, 10]
     half = [r._replace(computed_tokens=31, kv_blocks=2) for r in (full("a"), full("b"))]
-    spare = planned("fcfs", *half, budget=ROOMY._replace(kv_blocks=1)).entries
-    assert [t for _, t in spare] == [10, 1]
-    none = planned("fcfs", *half, full("c"), budget=ROOMY._replace(kv_blocks=1)).entries
-    assert [t for _, t in none] == [1, 1, 10]
+    one = ROOMY._replace(kv_blocks=1)
+    assert planned("fcfs", *half, budget=one).tokens.tolist() == [10, 1]
+    assert planned("fcfs", *half, full("c"), budget=one).tokens.tolist() == [1, 1, 10]
 
 
 def test_best_effort_decodes_take_drafts_from_what_is_left() -> None:
     behind = drafting("behind", TIGHT)._replace(best_effort=True)
-    alone = dict(planned("deadline_triage", behind).entries)
+    alone = planned("deadline_triage", behind).tokens_of
     assert alone["behind"] > 1
     pressed = [drafting(f"t{n}", TIGHT, alpha=0.0) for n in range(5)]
     slow = LinearLatency(a=0.02, b=0.001)
