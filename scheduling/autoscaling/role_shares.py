@@ -59,22 +59,6 @@ class PoolDemand(NamedTuple):
         return max(splits, key=lambda split: self.goodput(*split))
 
 
-def demand_of_tokens(
-    prompt_tokens: float,
-    output_tokens: float,
-    tokens_per_s: float,
-    tpot_s: float,
-    overhead_s: float,
-) -> PoolDemand:
-    """The demand by the paper's model of a step, ``tokens / tokens_per_s + overhead_s``, for mean
-    lengths of a request. ``tpot_s`` may be infinite. Raises ``ValueError`` as ``demand_of_work``.
-    """
-    if not 0 < tokens_per_s < inf:
-        raise ValueError(f"tokens_per_s must be positive and finite, got {tokens_per_s}")
-    prefill_s, token_s = prompt_tokens / tokens_per_s, 1.0 / tokens_per_s
-    return demand_of_work(prefill_s, output_tokens, token_s, tpot_s, overhead_s)
-
-
 def demand_of_work(
     prefill_s: float,
     output_tokens: float,
@@ -83,15 +67,11 @@ def demand_of_work(
     overhead_s: float,
     most_decodes: float = inf,
 ) -> PoolDemand:
-    """The same where tokens differ in their time, as with attention over a long context.
-
-    A step of ``tpot_s`` has ``tpot_s - overhead_s`` for its decodes. Where a device has room for
-    only ``most_decodes``, fewer, a step is shorter and each token has more of the overhead; the
-    paper assumes ample room. ``prefill_s`` and ``token_s`` are without overhead.
-
-    Raises:
-        ValueError: a number that is not positive and finite, or an overhead of ``tpot_s`` or more.
-    """
+    """The demand of requests with a prefill of ``prefill_s`` and ``output_tokens`` of ``token_s``
+    each, without overhead. A step of ``tpot_s`` has ``tpot_s - overhead_s`` for its decodes; where
+    a device has room for only ``most_decodes``, fewer, a step is shorter and each token has more of
+    the overhead (the paper assumes ample room). Raises ValueError for a number that is not
+    positive and finite, and for an overhead of ``tpot_s`` or more."""
     for name, value in (
         ("prefill_s", prefill_s),
         ("output_tokens", output_tokens),

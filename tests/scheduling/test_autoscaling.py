@@ -1,11 +1,11 @@
-"""Autoscaling policies: bounds, when a pool grows, when it shrinks, and Serve's own rule."""
+"""Autoscaling policies: bounds, when a pool grows, when it shrinks, Serve's own rule, and zero."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ from sluice.scheduling.autoscaling import (
     Load,
     Pool,
     State,
+    ToZero,
     make_policy,
 )
 from sluice.scheduling.autoscaling.head_room import MIN_LIMIT
@@ -37,7 +38,13 @@ class Loads:
         self.load = Load(100.0, 1.0)
 
     def next(
-        self, demand: float, ready: int, lost: float = 0.0, judged: float = 1.0, **gauges: float
+        self,
+        demand: float,
+        ready: int,
+        lost: float = 0.0,
+        judged: float = 1.0,
+        arrivals: int = 0,
+        **gauges: float,
     ) -> Load:
         """Half of ``demand`` is prefill; ``lost`` is the share of those asked that get no promise,
         ``judged`` that of those that ended in time."""
@@ -53,7 +60,8 @@ class Loads:
             judged=last.judged + asked,
             attained=last.attained + judged * asked,
             decode_share=demand / 2 * (1 - lost),
-            **{"head_room": 0.5, **gauges},
+            arrived=last.arrived + arrivals,
+            **{"head_room": 0.5, "ongoing": 0.0, **gauges},
         )
         return self.load
 
@@ -61,9 +69,11 @@ class Loads:
 class Life:
     """A pool under a policy, in which ordered replicas serve at once."""
 
-    def __init__(self, policy: AutoscalingPolicy, target: int = 1, most: int = 50) -> None:
+    def __init__(
+        self, policy: AutoscalingPolicy | ToZero, target: int = 1, most: int = 50, least: int = 1
+    ) -> None:
         self.policy = policy
-        self.pool = Pool(target, 1, most)
+        self.pool = Pool(target, least, most)
         self.loads = Loads()
         self.state: State = {}
         self.sizes = [target]
@@ -335,3 +345,86 @@ def serves_own(
         size, state = autoscaling._apply_delay_logic(max(0, scaled), size, config, state, now_s)
         size = min(max(size, 1), most)
         yield size
+
+
+ZERO_AFTER_S = 30.0
+
+
+def to_zero(target: int = 1, policy: str = "head_room") -> Life:
+    """A pool that may have no replica."""
+    return Life(ToZero(make_policy(policy), ZERO_AFTER_S), target, most=4, least=0)
+
+
+def test_the_last_replica_goes_after_the_time_without_a_request() -> None:
+    life = to_zero()
+    sizes = [life.look(0.0) for _ in range(17)]
+    # The time begins with the first look.
+    assert sizes == [1] * 15 + [0] * 2
+    life = to_zero()
+    for _ in range(15):
+        life.look(0.0)
+    assert life.look(0.0, arrivals=1) == 1
+    assert [life.look(0.0) for _ in range(15)] == [1] * 14 + [0]
+    assert life.reasons[-1] == "no request for 30 s"
+
+
+def test_one_request_brings_it_back_and_its_time_starts_over() -> None:
+    life = to_zero(0)
+    assert [life.look(0.0) for _ in range(3)] == [0] * 3
+    assert life.look(0.0, arrivals=1) == 1
+    assert [life.look(0.0) for _ in range(16)] == [1] * 15 + [0]
+    # Serve starts one by itself where a request waits in its own queue.
+    life.pool = life.pool._replace(target=1)
+    assert [life.look(0.0) for _ in range(16)] == [1] * 15 + [0]
+
+
+def test_a_replica_that_is_not_heard_of_may_have_requests() -> None:
+    life = to_zero()
+    assert {life.look(0.0, ready=0) for _ in range(60)} == {1}
+
+
+looks = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 20)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=examples(60))
+@given(looks, st.sampled_from(("head_room", "ongoing_requests")), st.integers(0, 4))
+def test_never_zero_beside_a_request_nor_soon_after_one(
+    history: list[tuple[int, int, int]], policy: str, start: int
+) -> None:
+    """Each entry: how many arrive, how many are under way, and for how many looks."""
+    life = to_zero(start, policy)
+    active_s = -inf
+    for arrivals, ongoing, times in history:
+        for _ in range(times):
+            before = life.pool.target
+            size = life.look(0.0, arrivals=arrivals, ongoing=float(ongoing))
+            assert 0 <= size <= 4
+            if arrivals or ongoing:
+                active_s = life.loads.load.now_s
+                assert size >= 1 or before == 0
+            if before > 0 and size == 0:
+                assert before == 1
+                assert life.loads.load.now_s - active_s >= ZERO_AFTER_S
+    for _ in range(400):
+        life.look(0.0)
+    assert life.pool.target == 0
+    assert life.look(0.0, arrivals=1) == 1
+
+
+@settings(max_examples=examples(30))
+@given(looks, st.integers(1, 4))
+def test_with_one_replica_or_more_the_policy_decides(
+    history: list[tuple[int, int, int]], start: int
+) -> None:
+    life, alone, state = to_zero(start), make_policy("head_room"), {}
+    for arrivals, ongoing, times in history:
+        for _ in range(times):
+            pool = life.pool
+            if pool.target == 0:
+                return
+            size = life.look(0.0, arrivals=arrivals, ongoing=float(ongoing))
+            own = alone.decide(life.loads.load, pool._replace(least=1), state)
+            state = json.loads(json.dumps(own.state))
+            assert size in (own.replicas, 0)

@@ -118,3 +118,36 @@ def test_every_request_ends_also_where_memory_is_short(
     budget = BUDGET._replace(tokens=tokens, kv_blocks=blocks, sequences=4)
     times_s = run(LOCAL.make(name, options), jobs, MODEL, budget).tokens_s
     assert [len(own) for own in times_s.values()] == [output for _, output in jobs]
+
+
+PASSED = {
+    *("d_edf", "deadline_triage", "edf", "fairbatching"),
+    *("s_edf", "sarathi_priority", "sjf", "slidebatching"),
+}
+"""Policies that serve by deadline, priority or size, promised or not: docs/policies/predictions.md
+says when that matters."""
+
+
+def first_token_s(name: str, best_effort: bool) -> float:
+    """When a promised prompt of 0.6 s has its first token, while for 2.5 s four times of what the
+    engine can do comes later: shorter, more urgent, and of higher priority."""
+    slo = SLO(ttft_s=2.0, tpot_s=0.1)
+    promised = prefill("promised", 6_000, slo)._replace(promised=True)
+    urgent = SLO(ttft_s=0.3, priority=10)
+    stream = [
+        prefill(f"r{n}", 400, urgent, arrival_s=0.001 + 0.01 * n)._replace(best_effort=best_effort)
+        for n in range(250)
+    ]
+    jobs = [(promised, 1), *((view, 1) for view in stream)]
+    model = LinearLatency(a=0.01, b=1e-4)
+    return run(LOCAL.make(name), jobs, model, BUDGET).tokens_s["promised"][0]
+
+
+@pytest.mark.parametrize("name", sorted(LOCAL))
+def test_best_effort_requests_make_no_promised_one_late(name: str) -> None:
+    assert first_token_s(name, best_effort=True) <= 1.0
+
+
+@pytest.mark.parametrize("name", sorted(LOCAL))
+def test_requests_of_neither_tier_make_it_late_under_some_policies(name: str) -> None:
+    assert (first_token_s(name, best_effort=False) > 2.0) == (name in PASSED)
