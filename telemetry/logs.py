@@ -93,15 +93,11 @@ class TelemetryConfig(BaseModel):
     logs: LogsConfig = Field(default_factory=LogsConfig, description="Log lines.")
 
 
-PACKAGES = ("sluice", "opentelemetry")
-"""The loggers that are set up: those of this project's processes, and the exporter of spans."""
-
+PACKAGES = ("sluice", "opentelemetry")  # whose loggers are set up
 MAX_FILE_BYTES = 16 << 20
 MAX_OLD_FILES = 3
 
-REPEATS = 10
-"""Most warnings from one place in the code within :data:`REPEAT_PERIOD_S`."""
-
+REPEATS = 10  # most warnings from one place in the code within REPEAT_PERIOD_S
 REPEAT_PERIOD_S = 10.0
 
 _MAX_PLACES = 1_000

@@ -21,22 +21,11 @@ from sluice.router.request.arrival import Arrival, noted
 
 # The controllers of all models as one: their fleets, their decisions, and draining replicas.
 
-TTL_S = 1.0
-"""How long a controller's answer is reused, seconds."""
-
-MAX_DECISIONS = 256
-"""Maximum decisions in one answer; a controller keeps as many."""
-
-FORCE = "force"
-"""Query parameter that allows to drain the last replica of a model."""
-
-FEW_DECISIONS = 50
-"""Number that the live page shows. It asks so often that only this many are fetched for it."""
-
-REMEMBER_LIMIT_S = 3.0
-"""How long a drain's answer waits until the replica remembers it, seconds: a few reports."""
-
-_LOOK_AGAIN_S = 0.05
+TTL_S = 1.0  # how long a controller's answer is reused, seconds
+MAX_DECISIONS = 256  # maximum decisions in one answer; a controller keeps as many
+FORCE = "force"  # query parameter that allows to drain the last replica of a model
+FEW_DECISIONS = 50  # that the live page shows, which asks often
+REMEMBER_LIMIT_S = 3.0  # a drain's answer waits so long until the replica remembers it
 
 
 class Overseen(Protocol):
@@ -80,7 +69,8 @@ class AdminService:
         few = limit <= FEW_DECISIONS and request_id is None
         made = await self._decisions[FEW_DECISIONS if few else MAX_DECISIONS].get()
         if request_id is not None:
-            made = [each for each in made if request_id in _ids_of(each)]
+            ids = ("request_id", "client_request_id")
+            made = [each for each in made if request_id in [each[name] for name in ids]]
         return made[:limit]
 
     async def drain(self, replica_id: str, drain: bool, force: bool = False) -> dict[str, Any]:
@@ -92,16 +82,16 @@ class AdminService:
         silent = False
         for model, controller in self._controllers.items():
             try:
-                told = await controller.drain(replica_id, drain, not force)
+                drained = await controller.drain(replica_id, drain, not force)
             except NoAnswerError:
                 silent = True
                 continue
-            if told is not None:
-                if told.pop("last"):
+            if drained is not None:
+                if drained.pop("last"):
                     raise _last(replica_id, model)
                 self._fleet.drop()
                 remembered = await self._remembered(controller, replica_id)
-                return {"model": model, **told, "remembered": remembered}
+                return {"model": model, **drained, "remembered": remembered}
         if silent:
             raise _no_controller()
         raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}.", "replica_id")
@@ -111,7 +101,7 @@ class AdminService:
         while (remembers := await controller.remembers(replica_id)) is False:
             if self._clock() - since_s > REMEMBER_LIMIT_S:
                 break
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(0.05)
         return bool(remembers)
 
     async def _make_fleet(self) -> dict[str, Any]:
@@ -125,13 +115,8 @@ class AdminService:
                 continue
             recent = view["recent"]
             facts = {name: view[name] for name in view if name not in ("recent", "replicas")}
-            models[model] = {
-                "up": True,
-                **facts,
-                "window_ms": recent["window_ms"],
-                "period_ms": recent["period_ms"],
-                "series": recent["series"],
-            }
+            figures = {name: recent[name] for name in ("window_ms", "period_ms", "series")}
+            models[model] = {"up": True, **facts, **figures}
             replicas += [{**row, "model": model} for row in view["replicas"]]
             classes += [{"model": model, **row} for row in recent["classes"]]
         return {
@@ -148,21 +133,15 @@ class AdminService:
 
     async def _make_decisions(self, limit: int) -> list[dict[str, Any]]:
         found = await self._ask(lambda controller: controller.decisions(limit))
-        all_ = [{"model": model, **each} for model, told in found.items() for each in told or ()]
-        return sorted(all_, key=lambda each: float(each["age_ms"]))[:limit]
+        made = [{"model": model, **each} for model, own in found.items() for each in own or ()]
+        return sorted(made, key=lambda each: float(each["age_ms"]))[:limit]
 
     async def _ask(self, question: Callable[[Overseen], Any]) -> dict[str, Any]:
         """Each controller's answer, or ``None``. Raises ApiError: 503; none answered."""
-        asked = [question(controller) for controller in self._controllers.values()]
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*map(question, self._controllers.values()))
         if all(answer is None for answer in answers):
             raise _no_controller()
         return dict(zip(self._controllers, answers, strict=True))
-
-
-def _ids_of(decision: Mapping[str, Any]) -> tuple[str | None, ...]:
-    # A controller of an earlier version knows no ids of clients.
-    return decision["request_id"], decision.get("client_request_id")
 
 
 def _last(replica_id: str, model: str) -> ApiError:
@@ -253,16 +232,16 @@ def admin_routes(admin_service: AdminService) -> APIRouter:
         _check_parameters(request, parameters)
         if not _REPLICA_ID.fullmatch(replica_id):
             raise invalid(f"{shown(replica_id)} is not a valid replica id", "replica_id")
-        told = await admin_service.drain(replica_id, to, _force(request))
+        drained = await admin_service.drain(replica_id, to, _force(request))
         arrival: Arrival = request.state.arrival
         _log.warning(
             "replica %s was %s by the admin key %s, with %d requests left",
             replica_id,
             "drained" if to else "taken back",
             arrival.client.name,
-            told["left"],
+            drained["left"],
         )
-        return _answer(told)
+        return _answer(drained)
 
     return routes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sluice.router.batches.byte_store import READ_BYTES
 from sluice.router.batches.lines import BatchMetrics, LineCaller
-from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status, new_batch_id
+from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status
 from sluice.router.batches.run import LinePlaces, Resources, Runner
 from sluice.router.batches.state import BatchState, file_not_found
 from sluice.router.batches.store import Store
@@ -75,18 +76,10 @@ def expiry_s(name: str, anchor: Any, seconds: Any) -> int:
     return int(seconds)
 
 
-MAX_FILES_PAGE = 10_000
-"""Maximum and default number of files in one page of the list."""
-
-MAX_UPLOADS = 4
-"""Maximum uploads into one router at once; with API keys, each may have half of them."""
-
-UPLOAD_TIMEOUT_S = 600.0
-"""Timeout of one upload, seconds."""
-
-MAX_FILENAME = 255
-"""Maximum stored characters of a file's name. It is only shown, and never used as a path."""
-
+MAX_FILES_PAGE = 10_000  # maximum and default number of files in one page of the list
+MAX_UPLOADS = 4  # into one router at once; with API keys, each may have half of them
+UPLOAD_TIMEOUT_S = 600.0  # timeout of one upload, seconds
+MAX_FILENAME = 255  # stored characters of a name, which is only shown and never used as a path
 _FILE_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 
@@ -224,18 +217,14 @@ def _printable(name: str) -> str:
     return kept or "upload"
 
 
-MAX_BODY_BYTES = 64 << 10
-"""Maximum body of a request to create a batch, bytes."""
-
+MAX_BODY_BYTES = 64 << 10  # maximum body of a request to create a batch, bytes
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 """Maximum entries of a batch's metadata, and maximum characters of their keys and values."""
 
 BATCHES_PAGE = 20
-MAX_BATCHES_PAGE = 100
-"""Batches in one page of the list."""
-
+MAX_BATCHES_PAGE = 100  # batches in one page of the list
 _BATCH_FIELDS = (
     "input_file_id",
     "endpoint",
@@ -296,7 +285,7 @@ class BatchesApi:
                 f"input_file_id must be the id of a file, got {shown(file_id)}", "input_file_id"
             )
         return BatchRecord(
-            id=new_batch_id(),
+            id=f"batch_{uuid.uuid4().hex}",
             owner=owner,
             endpoint=_one_of(body, "endpoint", BATCH_PATHS),
             input_file_id=file_id,

@@ -75,11 +75,8 @@ def _lock(handle: int, byte: int, kind: int) -> None:
     fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
 
 
-PART_BYTES: Final = 8 << 20
-"""Size of the parts in which an object is sent to a bucket, bytes. S3 accepts 10,000 of them."""
-
-READ_BYTES: Final = 1 << 20
-"""Bytes that are read at once."""
+PART_BYTES: Final = 8 << 20  # of the parts of an object; S3 accepts 10,000 of them
+READ_BYTES: Final = 1 << 20  # bytes that are read at once
 
 
 class ByteStore:

@@ -31,7 +31,7 @@ from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
 from sluice.router.request.prompt import output_to_expect
 from sluice.router.request.session import FIELD as LOOP_FIELD
 from sluice.router.tenancy.limits import Client, RateLimiter
-from sluice.scheduling.request.objective import TokenClock, clock_of
+from sluice.scheduling.request.objective import clock_of
 from sluice.telemetry.logs import of_request
 
 # The results of lines, as they are stored and given to clients.
@@ -72,17 +72,11 @@ def _result(line: BatchRequest, ok: bool, fields: dict[str, Any]) -> Result:
     return Result(line.number, ok, json.dumps(entry, separators=(",", ":")).encode() + b"\n")
 
 
-# One line of a batch through the same checks and the same dispatcher as a live request.
-
-# Metrics of batches. Labels are bounded: their values are fixed names.
-
-
 class LineOutcome(enum.StrEnum):
     """How a line ended."""
 
     OK = "ok"
-    ERROR = "error"
-    """The engine or the router refused it, or its attempts all failed."""
+    ERROR = "error"  # the engine or the router refused it, or its attempts all failed
     EXPIRED = "expired"
     CANCELLED = "cancelled"
 
@@ -123,18 +117,11 @@ class BatchMetrics:
 
 # The input of a batch: each line is a JSON object with one request.
 
-MAX_CUSTOM_ID: Final = 512
-"""Maximum length of ``custom_id``, characters."""
-
-MAX_LINES: Final = 50_000
-"""Maximum number of requests of a batch: that of OpenAI's API."""
-
-MAX_FAULTS: Final = 100
-"""Maximum number of reported faults of one input; reading stops there."""
-
+MAX_CUSTOM_ID: Final = 512  # maximum length of `custom_id`, characters
+MAX_LINES: Final = 50_000  # maximum number of requests of a batch: that of OpenAI's API
+MAX_FAULTS: Final = 100  # maximum number of reported faults of one input; reading stops there
 SLICE_LINES: Final = 64
-SLICE_BYTES: Final = 1 << 20
-"""A slice ends with the line that reaches either."""
+SLICE_BYTES: Final = 1 << 20  # a slice ends with the line that reaches either
 
 
 class BatchRequest(NamedTuple):
@@ -257,21 +244,11 @@ def _numbered(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
             whole = rest.endswith(b"\n")
 
 
-MAX_ATTEMPTS = 5
-"""Attempts of a line that fails by itself; without capacity it waits until its batch expires."""
-
-FIRST_PAUSE_S = 0.5
-"""Approximate pause before a line without capacity is retried, seconds; doubled each time."""
-
-FAILED_PAUSE_S = 5.0
-"""The same for a failed line, seconds; its attempts span the replacement of dead replicas."""
-
-SHORTEST_PAUSE_S = 0.01
-"""Minimum pause of a line that its client's rate limit does not admit yet, seconds."""
-
-LONGEST_PAUSE_S = 30.0
-"""Approximate maximum of these pauses, seconds; a line that waits for capacity keeps its slot."""
-
+MAX_ATTEMPTS = 5  # of a line that fails by itself; without capacity it waits for its batch's end
+FIRST_PAUSE_S = 0.5  # about, before a line without capacity is retried; doubled each time
+FAILED_PAUSE_S = 5.0  # the same for a failed line; attempts span the replacement of a dead replica
+SHORTEST_PAUSE_S = 0.01  # of a line that its client's rate limit does not admit yet
+LONGEST_PAUSE_S = 30.0  # about the maximum of these; a line that waits for capacity keeps its slot
 _NO_ROOM = frozenset(
     {Reason.ROUTER_FULL, Reason.REPLICAS_FULL, Reason.NO_REPLICA, Reason.MODEL_STARTING}
 )
@@ -310,7 +287,6 @@ class LineCaller:
         # The same rules as for live calls, except for the default class.
         default = {"default_class": config.batches.service_class}
         self._reader = CallReader(config.model_copy(update=default))
-        self._max_attempts = MAX_ATTEMPTS
         self._fleets = fleets
         self._limiter = limiter
         self._batch_metrics = batch_metrics
@@ -366,7 +342,7 @@ class LineCaller:
                 await self._pause(_pause_s(FIRST_PAUSE_S, waits))
                 continue
             failures += 1
-            if failures == self._max_attempts:
+            if failures == MAX_ATTEMPTS:
                 return reply
             await self._pause(_pause_s(FAILED_PAUSE_S, failures))
 
@@ -388,9 +364,6 @@ class LineCaller:
         except Exception as error:
             return _failed(error, arrival, admitted.call.endpoint)
 
-    def _check(self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival) -> Call:
-        return self._reader.make(RequestBody.of(line.body), (), endpoint, arrival)
-
     async def _call(
         self, line: BatchRequest, endpoint: Endpoint, arrival: Arrival
     ) -> tuple[Call, Model]:
@@ -400,10 +373,11 @@ class LineCaller:
                 raise invalid(
                     "stream must be false or left out: a batch keeps whole answers", "stream"
                 )
-            if line.size <= MAX_INLINE_BYTES:
-                call = self._check(line, endpoint, arrival)
-            else:
-                call = await asyncio.to_thread(self._check, line, endpoint, arrival)
+
+            def make() -> Call:
+                return self._reader.make(RequestBody.of(line.body), (), endpoint, arrival)
+
+            call = make() if line.size <= MAX_INLINE_BYTES else await asyncio.to_thread(make)
             if call.loop is not None:
                 raise invalid(f"{LOOP_FIELD} has no meaning in a batch", LOOP_FIELD)
             fleet = await self._fleets.find(call.model, call.client.caps.models, endpoint)
@@ -430,9 +404,12 @@ class LineCaller:
             if status < 500 and not no_room:
                 call.charge.close(answer.head, answer.tail)
             if status < 400:
-                _time(answer, call, clock)
+                if answer.tail is not None:
+                    reached_s = call.received_s + answer.waited_s
+                    for place, offset_s in enumerate(answer.tail.token_offsets_s, 1):
+                        clock.emit(1, reached_s + offset_s, int(place == answer.tail.reasoned))
                 if clock.ttft_s is not None:
-                    fleet.metrics.first_token(call.slo.service_class, clock.ttft_s)
+                    fleet.metrics.ttft_s(call.slo.service_class).observe(clock.ttft_s)
                 body = with_tier(body, call.endpoint, call.service_tier, streams=False)
             return Reply(status, call.request_id, body, no_room, call.clamped)
         except ApiError as error:
@@ -448,18 +425,10 @@ class LineCaller:
                 fleet.dispatcher.close(answer)
             # Without room it is tried again: it has not ended.
             telemetry = None if outcome is None else self._telemetry
-            told = (call, clock, outcome or Outcome.REFUSED, reason, answer, telemetry)
-            fleet.dispatcher.ended(*told)
+            ended = outcome or Outcome.REFUSED
+            fleet.dispatcher.ended(call, clock, ended, reason, answer, telemetry)
             if outcome is None:
                 self._telemetry.put_off(call, reason)
-
-
-def _time(answer: Answer, call: Call, clock: TokenClock) -> None:
-    if answer.tail is None:
-        return
-    reached_s = call.received_s + answer.waited_s
-    for place, offset_s in enumerate(answer.tail.token_offsets_s, 1):
-        clock.emit(1, reached_s + offset_s, int(place == answer.tail.reasoned))
 
 
 def _failed(error: Exception, arrival: Arrival, endpoint: Endpoint) -> Reply:

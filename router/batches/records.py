@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
-import uuid
 from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -123,6 +121,7 @@ class BatchRecord(BaseModel):
         """OpenAI's batch object."""
         status = Status.CANCELLING if self.cancelling and not self.ended else self.status
         faults = [fault.model_dump() for fault in self.faults]
+        reached = {f"{each.value}_at": self.reached_s.get(each) for each in _TIMED}
         return {
             "id": self.id,
             "object": "batch",
@@ -135,7 +134,7 @@ class BatchRecord(BaseModel):
             "errors": {"object": "list", "data": faults} if faults else None,
             "created_at": int(self.created_s),
             "expires_at": int(self.expires_s),
-            **{f"{each.value}_at": _whole(self.reached_s.get(each)) for each in _TIMED},
+            **{name: None if at_s is None else int(at_s) for name, at_s in reached.items()},
             "request_counts": {
                 "total": self.total,
                 "completed": self.completed,
@@ -151,23 +150,3 @@ class Page(NamedTuple):
     limit: int
     after: str | None = None
     newest_first: bool = True
-
-
-def new_file_id() -> str:
-    """An id that cannot be guessed."""
-    return f"file-{uuid.uuid4().hex}"
-
-
-def new_batch_id() -> str:
-    """An id that cannot be guessed."""
-    return f"batch_{uuid.uuid4().hex}"
-
-
-def result_file_id(batch_id: str, name: str) -> str:
-    """The id of a batch's result file ``name``: always the same, so that a router which takes over
-    a batch that was about to end does not publish its results twice."""
-    return f"file-{hashlib.blake2b(f'{batch_id}/{name}'.encode(), digest_size=16).hexdigest()}"
-
-
-def _whole(time_s: float | None) -> int | None:
-    return None if time_s is None else int(time_s)

@@ -30,8 +30,6 @@ from sluice.router.batches.store import Store
 from sluice.router.config import BatchesConfig
 from sluice.router.tenancy.limits import ANYONE, Client
 
-# Finds batches that no router runs, and runs them.
-
 # Runs one batch, from the check of its input to its result files, in the router that claimed it.
 #
 # A result is kept in the state as soon as its line has ended, and survives a power failure from
@@ -93,11 +91,8 @@ class LinePlaces:
         self._hand_out()
 
 
-POLL_S = 2.0
-"""Interval at which a router looks for batches that no router runs, seconds."""
-
-SPACE_S = 1.0
-"""Interval at which a batch checks whether there is space for its results, seconds."""
+POLL_S = 2.0  # interval at which a router looks for batches that no router runs, seconds
+SPACE_S = 1.0  # interval at which a batch checks whether there is space for its results, seconds
 
 
 _EXPIRED = "This request could not be run before the completion window had passed."
@@ -304,11 +299,8 @@ class BatchRun:
         await self._store.ask(BatchState.save, self._record)
 
 
-SWEEP_S = 60.0
-"""Interval at which expired files and batches are deleted, seconds."""
-
-RETRY_S = 30.0
-"""Pause before a failed run of a batch is retried, seconds: the disk may be full."""
+SWEEP_S = 60.0  # interval at which expired files and batches are deleted, seconds
+RETRY_S = 30.0  # pause before a failed run of a batch is retried, seconds: the disk may be full
 
 _log = logging.getLogger(__name__)
 
@@ -432,10 +424,7 @@ class Runner:
     def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._runs[batch_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._put_off(batch_id, error)
+            _log.error("batch %s failed to run; retrying later", batch_id, exc_info=error)
+            self._resources.metrics.put_off.inc()
+            self._not_before_s[batch_id] = self._clock() + RETRY_S
         self.wake()
-
-    def _put_off(self, batch_id: str, error: BaseException) -> None:
-        _log.error("batch %s failed to run; retrying later", batch_id, exc_info=error)
-        self._resources.metrics.put_off.inc()
-        self._not_before_s[batch_id] = self._clock() + RETRY_S

@@ -35,12 +35,8 @@ from sluice.router.errors import ApiError, Reason, shown
 # one result at most: (batch, line) is unique. ``n`` is the order in which lines ended. Results
 # become files when the batch ends, and are then deleted.
 
-VERSION: Final = 1
-"""Version of the tables; a database of another version is refused."""
-
-BUSY_S: Final = 30.0
-"""Maximum wait for another router's transaction, seconds."""
-
+VERSION: Final = 1  # version of the tables; a database of another version is refused
+BUSY_S: Final = 30.0  # maximum wait for another router's transaction, seconds
 _TABLES: Final = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -130,18 +126,12 @@ def page_of(
     return rows[: page.limit], len(rows) > page.limit
 
 
-MAX_FILES: Final = 1_000
-"""Maximum uploaded files of one owner, and of result files before new batches are refused."""
-
-MAX_UNFINISHED: Final = 100
-"""Maximum unfinished batches of one owner."""
-
+MAX_FILES: Final = 1_000  # uploads of one owner; result files before new batches are refused
+MAX_UNFINISHED: Final = 100  # maximum unfinished batches of one owner
 MAX_ENDED: Final = 1_000
 """Maximum ended batches of one owner that are kept; the oldest are deleted first."""
 
-ORPHAN_S: Final = 3_600.0
-"""Minimum age at which bytes that are being uploaded count as left over by a crash, seconds."""
-
+ORPHAN_S: Final = 3_600.0  # bytes that are being uploaded for longer were left by a crash
 _PAGE_BYTES: Final = 1 << 20
 _PAGE_ROWS: Final = 256
 _DELETED_ROWS: Final = 1_000

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import logging
 import sqlite3
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,13 +23,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Concatenate, Final, ParamSpec, TypeVar
 
 from sluice.router.batches.byte_store import ByteStore, Routers, make_folder
-from sluice.router.batches.records import (
-    BatchRecord,
-    FileRecord,
-    Purpose,
-    new_file_id,
-    result_file_id,
-)
+from sluice.router.batches.records import BatchRecord, FileRecord, Purpose
 from sluice.router.batches.state import BatchState, storage_full
 from sluice.router.config import BatchesConfig
 from sluice.router.errors import ApiError
@@ -110,7 +106,8 @@ class Store:
 
     async def begin_upload(self, owner: str) -> Upload:
         """Begin an upload for :meth:`BatchState.finish_upload`. Raises ApiError: no space."""
-        file = self._file(new_file_id(), owner, "", "batch", self._retention_s)
+        file_id = f"file-{uuid.uuid4().hex}"
+        file = self._file(file_id, owner, "", "batch", self._retention_s)
         await self.ask(BatchState.begin_upload, file)
         return await self._upload(file)
 
@@ -156,9 +153,10 @@ class Store:
         if not entries:
             return None
         name = "output.jsonl" if ok else "errors.jsonl"
-        file_id = result_file_id(batch.id, name)
-        kept_s = batch.output_expires_s
-        file = self._file(file_id, batch.owner, f"{batch.id}_{name}", "batch_output", kept_s)
+        # Always the same, so that a router which takes over publishes no results twice.
+        digest = hashlib.blake2b(f"{batch.id}/{name}".encode(), digest_size=16).hexdigest()
+        filename, kept_s = f"{batch.id}_{name}", batch.output_expires_s
+        file = self._file(f"file-{digest}", batch.owner, filename, "batch_output", kept_s)
         await self.ask(BatchState.begin_result_file, file, batch.id)
         upload = await self._upload(file)
         try:

@@ -151,9 +151,9 @@ class Dispatcher:
             raise
         answer.fetched = bool(attempt.head.fetch)
         if attempt.head.media_type == EVENT_STREAM:
-            self._metrics.stream(StreamPath.DIRECT if answer.fetched else StreamPath.ROUTER)
+            self._metrics.streams(StreamPath.DIRECT if answer.fetched else StreamPath.ROUTER).inc()
         if call.scheduled:
-            self._metrics.admission.admitted(call.slo.service_class, answer.tier)
+            self._metrics.admission.admissions(call.slo.service_class, answer.tier).inc()
         return answer
 
     async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
@@ -401,9 +401,9 @@ class Dispatcher:
             if span is not None:
                 span.end()
             return attempt
-        self._metrics.phase(Phase.PREFILL, self.clock() - started_s)
+        self._metrics.phases(Phase.PREFILL).observe(self.clock() - started_s)
         if attempt.moved:
-            self._metrics.fallback(Fallback.MOVED)
+            self._metrics.fallbacks(Fallback.MOVED).inc()
             self._controller.release(attempt.key)
         return attempt
 
@@ -418,7 +418,7 @@ class Dispatcher:
         if decision.prefill_id is not None:
             self._note_transfer(attempt, self.clock() - started_s)
         if attempt.moved:
-            self._metrics.fallback(Fallback.MOVED)
+            self._metrics.fallbacks(Fallback.MOVED).inc()
             self._controller.release(attempt.key)
             attempt.decision = self._void(answer, decision)
         elif attempt.head.status >= 400:
@@ -504,7 +504,7 @@ class Dispatcher:
             seconds = attempt.tail.token_offsets_s[0]
         elif attempt.tail is not None and attempt.head.media_type != EVENT_STREAM:
             return
-        self._metrics.phase(Phase.TRANSFER, seconds)
+        self._metrics.phases(Phase.TRANSFER).observe(seconds)
 
     def _count_unanswered(self, answer: Answer, left: bool) -> None:
         """Count a call that ended before its answer began; ``left``: its client left."""

@@ -472,7 +472,7 @@ class PlacementClient:
             return _within(call, failed, UNDECIDED)
         decision = await self._decide(call, key, failed, prefill_key, begun)
         if decision is None:
-            self._metrics.fallback(Fallback.NO_ANSWER)
+            self._metrics.fallbacks(Fallback.NO_ANSWER).inc()
             full = self._full_s(call) > 0
             undecided = UNDECIDED._replace(tier=Tier.BEST_EFFORT) if full else UNDECIDED
             return _within(call, failed, undecided)
@@ -481,7 +481,7 @@ class PlacementClient:
         if decision.reason == UNATTAINABLE:
             raise _refusal(call, decision)
         if decision.replica_id is None:
-            self._metrics.fallback(Fallback.NO_DECISION)
+            self._metrics.fallbacks(Fallback.NO_DECISION).inc()
             return _within(call, failed, UNDECIDED)
         if failed:
             decision = self._but_failed(decision, key, prefill_key, failed)
@@ -517,7 +517,7 @@ class PlacementClient:
         replica_id, prefill_id = decision.replica_id, decision.prefill_id
         if replica_id not in failed and prefill_id not in failed:
             return decision
-        self._metrics.fallback(Fallback.REPEATED)
+        self._metrics.fallbacks(Fallback.REPEATED).inc()
         if prefill_id is not None:
             self._controller.release(prefill_key)
         if replica_id in failed:

@@ -309,7 +309,7 @@ class CallResponse(Response):
         if last_s is not None:
             return at_s - last_s if tokens else None
         if (ttft_s := clock.ttft_s) is not None:
-            self._metrics.first_token(self._call.slo.service_class, ttft_s)
+            self._metrics.ttft_s(self._call.slo.service_class).observe(ttft_s)
         return None
 
     def _own_headers(self, answer: Answer | None) -> dict[str, str]:

@@ -15,7 +15,6 @@ from sluice.router.errors import Reason
 from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client
 from sluice.router.wire import NO_CLASS
 from sluice.scheduling.request.objective import SLO, EarnedGain, Times, TokenClock
-from sluice.scheduling.routing.base import Tier
 
 if TYPE_CHECKING:
     from sluice.router.request.call import Call
@@ -55,14 +54,11 @@ class Outcome(enum.StrEnum):
     """How a request ended."""
 
     OK = "ok"
-    CLIENT_ERROR = "client_error"
-    """The client's mistake: a 4xx of the router or of the engine."""
+    CLIENT_ERROR = "client_error"  # the client's mistake: a 4xx of the router or of the engine
     REFUSED = "refused"
     """No capacity, no promise or no replica: a 429 or 503 before anything was served."""
-    FAILED = "failed"
-    """A failure of a replica or the router: a 5xx, or an error event in a stream."""
-    CANCELLED = "cancelled"
-    """The client left."""
+    FAILED = "failed"  # a failure of a replica or the router: a 5xx, or an error event in a stream
+    CANCELLED = "cancelled"  # the client left
 
     @classmethod
     def of_status(cls, status: int) -> Outcome:
@@ -77,50 +73,38 @@ class Outcome(enum.StrEnum):
 class Fallback(enum.StrEnum):
     """Why a request followed Serve's own balancing and not the controller's decision."""
 
-    NO_ANSWER = "no_answer"
-    """The controller did not answer in time."""
-    NO_DECISION = "no_decision"
-    """The controller knows no replica, as just after its restart."""
-    REPEATED = "repeated"
-    """It chose a replica that had just failed this request."""
-    MOVED = "moved"
-    """Serve did not know the chosen replica, or that one was full."""
+    NO_ANSWER = "no_answer"  # the controller did not answer in time
+    NO_DECISION = "no_decision"  # the controller knows no replica, as just after its restart
+    REPEATED = "repeated"  # it chose a replica that had just failed this request
+    MOVED = "moved"  # Serve did not know the chosen replica, or that one was full
 
 
 class Transport(enum.StrEnum):
     """How a call is sent to a replica."""
 
-    CONNECTION = "connection"
-    """Over the router's own connection to it."""
-    HANDLE = "handle"
-    """Over Serve's handle."""
+    CONNECTION = "connection"  # over the router's own connection to it
+    HANDLE = "handle"  # over Serve's handle
 
 
 class StreamPath(enum.StrEnum):
     """How an event stream is sent from its replica to the client."""
 
-    DIRECT = "direct"
-    """The client's Envoy fetches it from the replica."""
-    ROUTER = "router"
-    """Through the router's process."""
+    DIRECT = "direct"  # the client's Envoy fetches it from the replica
+    ROUTER = "router"  # through the router's process
 
 
 class Phase(enum.StrEnum):
     """A phase of a request that a P/D pair serves."""
 
-    PREFILL = "prefill"
-    """Until the prompt is computed, transport and queueing included."""
-    TRANSFER = "transfer"
-    """From then to the first token."""
+    PREFILL = "prefill"  # until the prompt is computed, transport and queueing included
+    TRANSFER = "transfer"  # from then to the first token
 
 
 class MoveReason(enum.StrEnum):
     """Why a running stream moved to another replica."""
 
-    LEAVING = "leaving"
-    """Its replica is drained, or about to stop."""
-    LATE = "late"
-    """It was promised, and predicted to miss its TPOT there."""
+    LEAVING = "leaving"  # its replica is drained, or about to stop
+    LATE = "late"  # it was promised, and predicted to miss its TPOT there
 
 
 class RequestFigures(NamedTuple):
@@ -181,11 +165,8 @@ class RequestFigures(NamedTuple):
         )
 
 
-MAX_NAMES: Final = 1_000
-"""Most names that label the metrics of a router process."""
-
-OTHERS: Final = "other"
-"""Stands for the names after the first :data:`MAX_NAMES`."""
+MAX_NAMES: Final = 1_000  # most names that label the metrics of a router process
+OTHERS: Final = "other"  # stands for the names after the first MAX_NAMES
 
 
 class ClientNames:
@@ -216,7 +197,7 @@ class AdmissionMetrics:
 
     def __init__(self, make: Families, clients: ClientNames) -> None:
         self._clients = clients
-        self._admissions = make.counters(
+        self.admissions = make.counters(
             "sluice_admissions",
             "Requests that a replica answered, by admission tier.",
             "class",
@@ -285,10 +266,6 @@ class AdmissionMetrics:
             "field",
         )
 
-    def admitted(self, service_class: str, tier: Tier) -> None:
-        """Count a request that a replica answers."""
-        self._admissions(service_class, tier.value).inc()
-
     def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
         """Count an unserved request; of client errors only exceeded limits are refusals."""
         if reason.status in _REFUSING:
@@ -341,9 +318,7 @@ _FIRST_TOKEN_BUCKETS_S = (
 )
 _OUTPUT_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
-PROVIDER = "sluice"
-"""The conventions' name of what serves."""
-
+PROVIDER = "sluice"  # the conventions' name of what serves
 OPERATIONS: dict[Endpoint, str] = {
     "chat": "chat",
     "responses": "chat",
@@ -479,7 +454,7 @@ class RouterMetrics:
             "outcome",
             "endpoint",
         )
-        self._ttft = make.histograms(
+        self.ttft_s = make.histograms(
             "sluice_ttft_seconds", "Time to first token at the edge.", TTFT_BUCKETS_S, "class"
         )
         self._tpot = make.histograms(
@@ -510,13 +485,13 @@ class RouterMetrics:
             "Wait of the edge for the controller's decision.",
             DECISION_BUCKETS_S,
         )
-        self._fallbacks = make.counters(
+        self.fallbacks = make.counters(
             "sluice_fallback", "Requests that Serve's own balancing placed, by reason.", "reason"
         )
         self._sent = make.counters(
             "sluice_replica_calls", "Calls sent to replicas, by transport.", "way"
         )
-        self._streams = make.counters(
+        self.streams = make.counters(
             "sluice_streams", "Event streams that began, by their path to the client.", "way"
         )
         self.retries = make.counter("sluice_retries", "Retries of requests after a failed attempt.")
@@ -543,7 +518,7 @@ class RouterMetrics:
             "sluice_quarantined_requests",
             "Requests ended or refused because replicas were lost while they served them.",
         )
-        self._phases = make.histograms(
+        self.phases = make.histograms(
             "sluice_phase_seconds",
             "Time of requests that a P/D pair serves, by phase.",
             TTFT_BUCKETS_S,
@@ -586,26 +561,10 @@ class RouterMetrics:
         """A call was sent to a replica."""
         self._sent(way.value).inc()
 
-    def stream(self, way: StreamPath) -> None:
-        """Count an event stream by its path to the client."""
-        self._streams(way.value).inc()
-
-    def fallback(self, reason: Fallback) -> None:
-        """Count a request that did not follow the controller's decision."""
-        self._fallbacks(reason.value).inc()
-
     def migrated(self, reason: MoveReason, transferred: bool, pause_s: float) -> None:
         """A stream continued elsewhere after ``pause_s``. ``transferred``: with its KV."""
         kv = "transferred" if transferred else "recomputed"
         self._pauses(reason.value, kv).observe(pause_s)
-
-    def phase(self, phase: Phase, seconds: float) -> None:
-        """Observe a phase of a request."""
-        self._phases(phase.value).observe(seconds)
-
-    def first_token(self, service_class: str, ttft_s: float) -> None:
-        """Observe a first token."""
-        self._ttft(service_class).observe(ttft_s)
 
     def refused(self, endpoint: Endpoint, reason: Reason, client: Client = ANYONE) -> None:
         """Count a request that was refused before its class was known."""

@@ -22,11 +22,8 @@ from sluice.controller.observability.metrics import (
     text_of,
 )
 
-NO_MODEL = "none"
-"""Model label of what is counted before a request's model is known."""
-
-PAGE_PERIOD_S = 0.5
-"""Least time from the beginning of one page of metrics to that of the next, seconds."""
+NO_MODEL = "none"  # model label of what is counted before a request's model is known
+PAGE_PERIOD_S = 0.5  # least time from the beginning of one page to that of the next, seconds
 
 _log = logging.getLogger(__name__)
 

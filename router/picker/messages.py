@@ -14,22 +14,15 @@ from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 
 MAX_HEADERS: Final = 256
-MAX_HEADER_BYTES: Final = 64 << 10
-"""Maximum names and values of the headers of one message, bytes. Envoy's default is 60 KiB."""
-
-ENDPOINT_KEY: Final = "x-gateway-destination-endpoint"
-"""Header and metadata key of the chosen endpoint (Gateway API Inference Extension)."""
-
+MAX_HEADER_BYTES: Final = 64 << 10  # of one message, names and values; Envoy sends up to 60 KiB
+ENDPOINT_KEY: Final = "x-gateway-destination-endpoint"  # header and metadata of the pick
 ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 
-STREAMED_BYTES: Final = 60 << 10
-"""Maximum bytes of a part of a body in one message: some proxies accept at most 64 KiB."""
+STREAMED_BYTES: Final = 60 << 10  # of a body in one message: some proxies accept at most 64 KiB
 
-Headers = Sequence[tuple[bytes, bytes]]
-"""Header names in lower case, and values."""
-
+Headers = Sequence[tuple[bytes, bytes]]  # header names in lower case, and values
 _PACKAGE: Final = "sluice.ext_proc"
 _FIELDS: Final = {
     "HeaderValue": "key=1:string value=2:string raw_value=3:bytes",

@@ -33,9 +33,7 @@ from sluice.router.wire import KEY_HEADERS
 # One request of Envoy in the router's own application: keys, limits, objectives, placement and
 # errors are those of a request that comes to the router by HTTP.
 
-MAX_ANSWER_BYTES: Final = 64 << 20
-"""Maximum of an answer that the router writes itself, bytes. Envoy gets it in one message."""
-
+MAX_ANSWER_BYTES: Final = 64 << 20  # that the router writes itself; Envoy gets it in one message
 _STREAM: Final = wire.STREAM_HEADER.encode()
 
 _OF_THE_BODY: Final = frozenset(
@@ -194,19 +192,14 @@ class AppCall:
             self.outcome.set_result(Whole(self._status, headers, bytes(self._written)))
 
 
-REQUEST_S: Final = 60.0
-"""Longest wait for the next message of a request that is not complete, seconds."""
-
-LINGER_S: Final = 600.0
-"""Longest wait for the end of Envoy's stream, seconds: it may hold an end for a slow client."""
-
+REQUEST_S: Final = 60.0  # longest wait for the next message of a request that is not complete
+LINGER_S: Final = 600.0  # longest wait for the end of Envoy's stream: a client may be slow
 SECRETS: Final = ("authorization", *KEY_HEADERS)
 """Headers that endpoints do not get: the router has checked them."""
 
 _MODES: Final = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
-Read = Callable[[], Awaitable[bytes | None]]
-"""The next message of Envoy; ``None``: it sends no more."""
+Read = Callable[[], Awaitable[bytes | None]]  # the next message of Envoy; `None`: it sends no more
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -382,12 +375,8 @@ def _outside(pick: Pick) -> Whole:
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH: Final = "grpc.health.v1.Health"
 
-MORE_STREAMS: Final = 256
-"""Streams in addition to the requests that a router may have in flight: it refuses those itself."""
-
-DRAIN_S: Final = 300.0
-"""Longest wait for open streams when the server stops, seconds. Serve may end the router before."""
-
+MORE_STREAMS: Final = 256  # beyond max_in_flight: the router refuses those itself
+DRAIN_S: Final = 300.0  # longest wait for open streams at the end; Serve may end the router before
 _KEEPALIVE: Final = (
     # A host that vanished is noticed within 30 s.
     ("grpc.keepalive_time_ms", 20_000),

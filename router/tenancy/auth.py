@@ -34,12 +34,8 @@ from sluice.router.wire import KEY_HEADERS, LABEL
 
 # Accepted API keys: entries of the configuration and of key files.
 
-MAX_FILE_KEYS: Final = 10_000
-"""Maximum number of keys in one file."""
-
-WEAK_CHARACTERS: Final = 20
-"""A shorter key causes a warning: 128 random bits take 22 characters of base64."""
-
+MAX_FILE_KEYS: Final = 10_000  # maximum number of keys in one file
+WEAK_CHARACTERS: Final = 20  # a shorter key causes a warning; 22 of base64 have 128 bits
 _OF_NOTHING: Final = hashlib.sha256(b"").hexdigest()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -119,9 +115,7 @@ KeyEntry = Annotated[
 ]
 """A key alone, or with details of its client."""
 
-KeyFile = Annotated[Path, AfterValidator(_absolute)]
-"""Path of a file of keys."""
-
+KeyFile = Annotated[Path, AfterValidator(_absolute)]  # path of a file of keys
 _ENTRIES: TypeAdapter[tuple[SecretStr | ApiKey, ...]] = TypeAdapter(tuple[KeyEntry, ...])
 
 
@@ -229,12 +223,8 @@ def _check_text(text: str | None, where: str) -> None:
         )
 
 
-POLL_S = 2.0
-"""Interval between reads of a key file, seconds. A removed key may be accepted for as long."""
-
-MAX_FILE_BYTES = 4 << 20
-"""Maximum size of a key file."""
-
+POLL_S = 2.0  # between reads of a key file; a removed key may be accepted for as long
+MAX_FILE_BYTES = 4 << 20  # maximum size of a key file
 _SCHEME = b"bearer "
 _KEY_HEADERS = tuple(name.encode() for name in KEY_HEADERS)
 
@@ -294,7 +284,7 @@ class KeyRing:
         self._secret = secrets.token_bytes(32)
         self._seen: bytes | None = None  # the digest of the file's last content
         self._refused: Exception | None = None  # why that content could not be used
-        self._trouble: str | None = None
+        self._failure: str | None = None
         if file is None:
             self._take(self._accepted(self._entries))
             return
@@ -368,21 +358,21 @@ class KeyRing:
         return self._fine()
 
     def _fine(self) -> bool:
-        self._trouble = None
+        self._failure = None
         self._metrics.broken.labels(self._ring).set(0)
         return True
 
     def _keep(self, error: Exception) -> bool:
         # The text of any other error may contain a key.
-        told = isinstance(error, ValueError | OSError)
-        trouble = str(error) if told else f"reading it failed with a {type(error).__name__}"
-        if trouble != self._trouble:
-            self._trouble = trouble
+        is_safe = isinstance(error, ValueError | OSError)
+        failure = str(error) if is_safe else f"reading it failed with a {type(error).__name__}"
+        if failure != self._failure:
+            self._failure = failure
             _log.error(
                 "cannot use the key file %s; the %s keys stay unchanged: %s",
                 self._file,
                 self._ring,
-                trouble,
+                failure,
             )
             self._metrics.loads.labels(self._ring, "failed").inc()
         self._metrics.broken.labels(self._ring).set(1)

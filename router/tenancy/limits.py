@@ -30,8 +30,7 @@ from sluice.scheduling.tenancy.leaky_bucket import Bucket
 
 # Tenant limits: the maximum that a client may ask for.
 
-UNNAMED: Final = "unnamed"
-"""Name of every client whose key has no name."""
+UNNAMED: Final = "unnamed"  # name of every client whose key has no name
 
 
 PromptLimit = Annotated[
@@ -152,9 +151,7 @@ class TenantLimits(BaseModel):
         return max(floors, default=None)
 
 
-NO_CAPS: Final = TenantLimits()
-"""Limits of a key without any."""
-
+NO_CAPS: Final = TenantLimits()  # limits of a key without any
 _ANYONE: Final = "anyone"
 
 
@@ -186,8 +183,7 @@ def _tenant_of(owner: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-ANYONE: Final = Client()
-"""The client of every request if no keys are configured."""
+ANYONE: Final = Client()  # the client of every request if no keys are configured
 
 
 class LimitCheck:
@@ -198,44 +194,41 @@ class LimitCheck:
         self._caps = caps
         self.clamped: dict[str, str] = {}
 
-    def service_class(self, asked: str, said_in: str | None) -> str:
+    def service_class(self, value: str, said_in: str | None) -> str:
         """The service class of the request. Raises ApiError: 403."""
         allowed = self._caps.classes
-        if allowed is None or asked in allowed:
-            return asked
-        self._refuse(said_in, f"one of {', '.join(allowed)}", asked)
+        if allowed is None or value in allowed:
+            return value
+        self._refuse(said_in, f"one of {', '.join(allowed)}", value)
         self.clamped[wire.CLASS] = allowed[0]
         return allowed[0]
 
-    def priority(self, asked: int, said_in: str | None) -> int:
+    def priority(self, value: int, said_in: str | None) -> int:
         """The priority of the request. Raises ApiError: 403."""
         most = self._caps.max_priority
-        if asked <= most:
-            return asked
-        self._refuse(said_in, f"at most {most}", asked)
+        if value <= most:
+            return value
+        self._refuse(said_in, f"at most {most}", value)
         self.clamped[wire.PRIORITY] = str(most)
         return most
 
-    def objective_ms(self, field: str, asked: float | None, said_in: str | None) -> float | None:
+    def objective_ms(self, field: str, value: float | None, said_in: str | None) -> float | None:
         """An objective of the request, ms. Raises ApiError: 403."""
         floor = self._caps.floor_ms(field)
-        if asked is None or floor is None or asked >= floor:
-            return asked
-        self._refuse(said_in, f"at least {floor:.15g} ms", asked)
+        if value is None or floor is None or value >= floor:
+            return value
+        self._refuse(said_in, f"at least {floor:.15g} ms", value)
         self.clamped[field] = f"{floor:.15g}"
         return floor
 
-    def _refuse(self, said_in: str | None, allowed: str, asked: object) -> None:
+    def _refuse(self, said_in: str | None, allowed: str, value: object) -> None:
         if said_in is not None and self._caps.beyond == "refuse":
-            message = f"{said_in} must be {allowed} with this API key, got {shown(asked)}"
+            message = f"{said_in} must be {allowed} with this API key, got {shown(value)}"
             raise ApiError(Reason.NOT_PERMITTED, message, said_in)
 
 
-EXCHANGE_S = 1.0
-"""Interval at which the routers' use is added up, seconds."""
-
-_SLACK = 1e-9
-"""Tolerance for rounding errors, relative to a bucket's size."""
+EXCHANGE_S = 1.0  # interval at which the routers' use is added up, seconds
+_SLACK = 1e-9  # tolerance for rounding errors, relative to a bucket's size
 
 _Kind = Literal["requests", "tokens"]
 _REASONS: Final[dict[_Kind, Reason]] = {
@@ -318,8 +311,7 @@ class Charge:
         settle(used)
 
 
-NO_CHARGE: Final = Charge()
-"""The charge of a client without a token limit."""
+NO_CHARGE: Final = Charge()  # the charge of a client without a token limit
 
 
 class RateLimiter:
@@ -417,8 +409,8 @@ class RateLimiter:
                     # Either the message or its answer was lost. So use is reported again, but
                     # returned tokens are not: either error is at the cost of the client, whose
                     # bucket drains, and never admits more than the rate.
-                    told_again = max(0.0, uses[index].used)
-                    account.unsent = min(account.unsent + told_again, account.level)
+                    reported_again = max(0.0, uses[index].used)
+                    account.unsent = min(account.unsent + reported_again, account.level)
 
     def _take(self, kind: _Kind, client: Client, amount: float) -> _Account | None:
         limit = _limit_of(kind, client.caps)

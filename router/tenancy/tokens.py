@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 # Configuration of the issuers whose tokens (JWTs) are accepted beside API keys.
 
-MAX_ISSUERS: Final = 8
-"""Maximum number of issuers: their names label metrics."""
+MAX_ISSUERS: Final = 8  # maximum number of issuers: their names label metrics
 
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
@@ -156,36 +155,17 @@ def check_issuers(issuers: Mapping[str, TokenIssuer], classes: Collection[str]) 
 # No request waits for the issuer. A token with an unknown key makes the router read the keys, at
 # most once in :data:`MIN_PAUSE_S`, however many such tokens arrive.
 
-LEEWAY_S: Final = 30.0
-"""Tolerance for differences between the clocks, for ``exp``, ``nbf`` and ``iat``, seconds."""
+LEEWAY_S: Final = 30.0  # tolerance for differences between clocks, for `exp`, `nbf` and `iat`
+REFRESH_S: Final = 300.0  # between reads of the keys; a withdrawn key is accepted for as long
+STALE_S: Final = 21_600.0  # how long keys that cannot be read again are used, seconds; then 503
+TIMEOUT_S: Final = 5.0  # timeout of each read of the keys, seconds
+MIN_PAUSE_S: Final = 10.0  # after a failed read, or between reads for unknown keys
+MAX_BYTES: Final = 256 << 10  # maximum size of an answer of an issuer
+MAX_KEYS: Final = 64  # maximum number of keys that an issuer may publish
+MAX_KEY_ID: Final = 256  # maximum length of a key's id (`kid`), characters
+MIN_RSA_BITS: Final = 2048  # shortest RSA key that is accepted (RFC 7518, section 3.3)
 
-REFRESH_S: Final = 300.0
-"""Interval of reading keys, seconds: a withdrawn key is accepted for that long."""
-
-STALE_S: Final = 21_600.0
-"""How long keys that cannot be read again are used, seconds; then 503."""
-
-TIMEOUT_S: Final = 5.0
-"""Timeout of each read of the keys, seconds."""
-
-MIN_PAUSE_S: Final = 10.0
-"""Minimum pause after a failed read, or between reads for unknown keys, seconds."""
-
-MAX_BYTES: Final = 256 << 10
-"""Maximum size of an answer of an issuer."""
-
-MAX_KEYS: Final = 64
-"""Maximum number of keys that an issuer may publish."""
-
-MAX_KEY_ID: Final = 256
-"""Maximum length of a key's id (`kid`), characters."""
-
-MIN_RSA_BITS: Final = 2048
-"""Shortest RSA key that is accepted (RFC 7518, section 3.3)."""
-
-KeyName = tuple[str, str]
-"""A key's id, and an algorithm that it may be used with."""
-
+KeyName = tuple[str, str]  # a key's id, and an algorithm that it may be used with
 _FITTING: Final[Mapping[tuple[object, object], tuple[str, ...]]] = {
     ("RSA", None): ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
     ("EC", "P-256"): ("ES256",),
@@ -234,7 +214,7 @@ class SigningKeys:
         self._clock = clock
         self._keys: Mapping[KeyName, PyJWK] = {}
         self._read_s = self._tried_s = -inf
-        self._trouble: str | None = None
+        self._failure: str | None = None
         self._wanted = asyncio.Event()
         self._pending = False  # a read is wanted or in progress
 
@@ -248,7 +228,7 @@ class SigningKeys:
         if not self._pending and now_s - self._tried_s >= MIN_PAUSE_S:
             self._pending = True
             self._wanted.set()
-        if self._pending or not is_fresh or self._trouble is not None:
+        if self._pending or not is_fresh or self._failure is not None:
             raise ApiError(
                 Reason.ISSUER_UNAVAILABLE,
                 "The token cannot be checked now: the signing keys of its issuer are being read, "
@@ -259,7 +239,7 @@ class SigningKeys:
     async def watch(self) -> None:
         """Read the keys at their interval and when a token needs them, indefinitely."""
         while True:
-            pause_s = REFRESH_S if self._trouble is None else MIN_PAUSE_S
+            pause_s = REFRESH_S if self._failure is None else MIN_PAUSE_S
             try:
                 async with asyncio.timeout(pause_s):
                     await self._wanted.wait()
@@ -282,7 +262,7 @@ class SigningKeys:
         except Exception as error:
             self._failed(error)
         else:
-            self._keys, self._read_s, self._trouble = keys, self._tried_s, None
+            self._keys, self._read_s, self._failure = keys, self._tried_s, None
             self._metrics.broken.labels(self._name).set(0)
             self._metrics.reads.labels(self._name, "ok").inc()
         finally:
@@ -290,10 +270,10 @@ class SigningKeys:
             self._wanted.clear()
 
     def _failed(self, error: Exception) -> None:
-        trouble = str(error) or type(error).__name__
-        if trouble != self._trouble:
-            self._trouble = trouble
-            _log.error("cannot read the signing keys of issuer %s: %s", self._name, trouble)
+        failure = str(error) or type(error).__name__
+        if failure != self._failure:
+            self._failure = failure
+            _log.error("cannot read the signing keys of issuer %s: %s", self._name, failure)
         self._metrics.broken.labels(self._name).set(1)
         self._metrics.reads.labels(self._name, "failed").inc()
 
@@ -368,21 +348,11 @@ def _algorithms_of(entry: dict[str, Any]) -> tuple[str, ...]:
     return fitting if stated is None else tuple(each for each in fitting if each == stated)
 
 
-MAX_TOKEN_BYTES: Final = 8 << 10
-"""Maximum size of a token."""
-
-MAX_TENANT: Final = 256
-"""Maximum length of a tenant's name, characters."""
-
-MAX_CACHED: Final = 8_192
-"""Maximum number of accepted tokens whose check is not repeated; the oldest are dropped first."""
-
-MAX_TENANTS: Final = 10_000
-"""Maximum number of tenants that are remembered; the one with the oldest token is dropped first."""
-
-REMEMBERED_S: Final = 86_400.0
-"""How long after its last token has expired a tenant's batches run, seconds."""
-
+MAX_TOKEN_BYTES: Final = 8 << 10  # maximum size of a token
+MAX_TENANT: Final = 256  # maximum length of a tenant's name, characters
+MAX_CACHED: Final = 8_192  # accepted tokens whose check is not repeated; the oldest go first
+MAX_TENANTS: Final = 10_000  # tenants that are remembered; the one with the oldest token goes first
+REMEMBERED_S: Final = 86_400.0  # a tenant's batches run for so long after its last token
 _SHAPE: Final = re.compile(rb"[\w-]+={0,2}\.[\w-]*={0,2}\.[\w-]*={0,2}", re.ASCII)
 
 _NO_TIMES: Final[Mapping[str, Any]] = {

@@ -67,7 +67,7 @@ async def test_the_page_is_the_fleets_or_else_this_routers_gauges() -> None:
     await MetricsPusher(client, others.registry, "others").push_now()
     page = page_of(client, clock, mine)
     mine.retries.inc(2)
-    mine.fallback(Fallback.NO_ANSWER)
+    mine.fallbacks(Fallback.NO_ANSWER).inc()
     mine.in_flight.inc(4)
     others.retries.inc(3)
     await MetricsPusher(client, others.registry, "others").push_now()

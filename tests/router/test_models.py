@@ -245,8 +245,8 @@ def test_two_models_cannot_share_a_name() -> None:
 
 async def test_the_pages_of_models_are_one_page_with_their_names() -> None:
     pages, edge = {name: RouterMetrics() for name in ("a", "org/b")}, RouterMetrics()
-    pages["a"].first_token("standard", 0.2)
-    pages["org/b"].first_token("standard", 0.3)
+    pages["a"].ttft_s("standard").observe(0.2)
+    pages["org/b"].ttft_s("standard").observe(0.3)
     edge.refused("chat", Reason.INVALID_API_KEY)
     pushed: list[MetricsPush] = []
 

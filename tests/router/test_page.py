@@ -145,8 +145,9 @@ class Site:
         first_s = 3.0 if late else 0.2
         for token in range(5):
             clock.emit(1, first_s + 0.02 * token)
-        metrics.first_token(name, first_s)
-        metrics.admission.admitted(name, Tier.GUARANTEED if slo.stated else Tier.BEST_EFFORT)
+        metrics.ttft_s(name).observe(first_s)
+        tier = Tier.GUARANTEED if slo.stated else Tier.BEST_EFFORT
+        metrics.admission.admissions(name, tier).inc()
         figures = RequestFigures.of(clock, Outcome.OK, first_s + 0.1)
         metrics.ended(Call("", "chat", {"model": "m"}, slo, PromptSize(), 0.0), figures)
         metrics.admission.ended(figures, 0.2, failed=False)

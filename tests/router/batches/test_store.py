@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from sluice.router.batches.byte_store import Routers
 from sluice.router.batches.lines import BatchMetrics, LineCaller
-from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status, new_batch_id
+from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status
 from sluice.router.batches.run import BatchRun, LinePlaces, Resources, Runner, _Running
 from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result, changing
 from sluice.router.batches.store import NAME, Store, Threads
@@ -62,7 +63,7 @@ class Kept:
 
     async def batch(self) -> BatchRecord:
         record = BatchRecord(
-            id=new_batch_id(),
+            id=f"batch_{uuid.uuid4().hex}",
             owner="anyone",
             endpoint=URL,
             input_file_id=self.file.id,
