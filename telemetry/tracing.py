@@ -65,13 +65,23 @@ class Span:
         return f"{self._span.get_span_context().trace_id:032x}"
 
     @property
+    def is_recording(self) -> bool:
+        """Whether it is sampled."""
+        return bool(self._span.is_recording())
+
+    @property
     def context(self) -> dict[str, str]:
         """The W3C context in which another process continues under this span."""
-        return self._tracer.context_of(self._span)
+        carrier: dict[str, str] = {}
+        tracer = self._tracer
+        tracer.propagator.inject(carrier, context=tracer.api.set_span_in_context(self._span))
+        return carrier
 
     def child(self, name: str, kind: Kind = Kind.INTERNAL, start_s: float | None = None) -> Span:
         """A span under this one, from ``start_s`` (monotonic) or from now."""
-        return self._tracer.under(self._span, name, kind, start_s, self._offset_ns)
+        return self._tracer.start(
+            name, self._tracer.api.set_span_in_context(self._span), kind, start_s, self._offset_ns
+        )
 
     def set(self, **attributes: Attribute | None) -> None:
         """Set attributes; a double underscore in a name stands for a dot, and what is ``None`` is
@@ -135,8 +145,8 @@ class Tracer:
         else:
             self._provider.add_span_processor(SimpleSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(_SCOPE)
-        self._propagator = TraceContextTextMapPropagator()
-        self._trace = trace
+        self.propagator = TraceContextTextMapPropagator()
+        self.api = trace
         self._clock = clock
         self._unix_clock_ns = unix_clock_ns
         self._trust_client = config.trust_client
@@ -145,30 +155,25 @@ class Tracer:
         """The first span of a client's request, or ``None`` where it is not sampled.
         ``headers``: names in lower case; what is no trace context is ignored. ``start_s``:
         monotonic."""
-        return self._start(name, self._context(headers if self._trust_client else {}), start_s)
+        return self._first(name, headers if self._trust_client else {}, start_s)
 
     def join(self, name: str, context: Mapping[str, str], start_s: float) -> Span | None:
         """The first span of a call from another process of ours, by its :attr:`Span.context`;
         ``None`` where that one is not sampled."""
-        return self._start(name, self._context(context), start_s) if context else None
+        return self._first(name, context, start_s) if context else None
 
-    def under(
-        self, parent: OtelSpan, name: str, kind: Kind, start_s: float | None, offset_ns: int
+    def start(
+        self, name: str, context: Context, kind: Kind, start_s: float | None, offset_ns: int
     ) -> Span:
-        """A span under ``parent``; see :meth:`Span.child`."""
+        """A span in ``context`` from ``start_s`` (monotonic) or from now. ``offset_ns``: from the
+        monotonic clock to Unix time."""
         span = self._tracer.start_span(
             name,
-            context=self._trace.set_span_in_context(parent),
-            kind=self._trace.SpanKind[kind.value],
+            context=context,
+            kind=self.api.SpanKind[kind.value],
             start_time=self.unix_ns(start_s, offset_ns),
         )
         return Span(self, span, offset_ns)
-
-    def context_of(self, span: OtelSpan) -> dict[str, str]:
-        """See :attr:`Span.context`."""
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span))
-        return carrier
 
     def unix_ns(self, at_s: float | None, offset_ns: int) -> int:
         """Unix nanoseconds of a monotonic time of this process, or of now."""
@@ -178,22 +183,15 @@ class Tracer:
         """Export the remaining spans, and stop. It blocks, for seconds if no collector answers."""
         self._provider.shutdown()
 
-    def _context(self, headers: Mapping[str, str]) -> Context:
+    def _first(self, name: str, headers: Mapping[str, str], start_s: float) -> Span | None:
         from opentelemetry.context import Context
 
         carrier = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
         # An empty context, not the current one: that may be the engine's or the server's.
-        return self._propagator.extract(carrier, context=Context())
-
-    def _start(self, name: str, context: Context, start_s: float) -> Span | None:
+        context = self.propagator.extract(carrier, context=Context())
         offset_ns = self._unix_clock_ns() - int(self._clock() * 1e9)
-        span = self._tracer.start_span(
-            name,
-            context=context,
-            kind=self._trace.SpanKind.SERVER,
-            start_time=self.unix_ns(start_s, offset_ns),
-        )
-        return Span(self, span, offset_ns) if span.is_recording() else None
+        span = self.start(name, context, Kind.SERVER, start_s, offset_ns)
+        return span if span.is_recording else None
 
 
 def make_tracer(config: TracingConfig, process: str) -> Tracer | None:

@@ -17,9 +17,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from sluice.router.batches.byte_store import READ_BYTES
 from sluice.router.batches.lines import BatchMetrics, LineCaller
-from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status
 from sluice.router.batches.run import LinePlaces, Resources, Runner
-from sluice.router.batches.state import BatchState, file_not_found
+from sluice.router.batches.state import (
+    BatchRecord,
+    BatchState,
+    FileRecord,
+    Page,
+    Status,
+    file_not_found,
+)
 from sluice.router.batches.store import Store
 from sluice.router.config import DAY_S, HOUR_S, RouterConfig, window_s
 from sluice.router.dispatch.access_log import Telemetry

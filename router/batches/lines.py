@@ -16,8 +16,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from sluice.protocol.requests import Endpoint, RequestBody
-from sluice.router.batches.records import LineFault, Status
-from sluice.router.batches.state import Result
+from sluice.router.batches.state import LineFault, Result, Status
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.attempt import Answer

@@ -24,8 +24,7 @@ from sluice.router.batches.lines import (
     not_run,
     slices,
 )
-from sluice.router.batches.records import BatchRecord, Status
-from sluice.router.batches.state import BatchLostError, BatchState, Result
+from sluice.router.batches.state import BatchLostError, BatchRecord, BatchState, Result, Status
 from sluice.router.batches.store import Store
 from sluice.router.config import BatchesConfig
 from sluice.router.tenancy.limits import ANYONE, Client

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Concatenate, Final, ParamSpec, TypeVar
 
 from sluice.router.batches.byte_store import ByteStore, Routers, make_folder
-from sluice.router.batches.records import BatchRecord, FileRecord, Purpose
-from sluice.router.batches.state import BatchState, storage_full
+from sluice.router.batches.state import BatchRecord, BatchState, FileRecord, Purpose, storage_full
 from sluice.router.config import BatchesConfig
 from sluice.router.errors import ApiError
 

@@ -14,8 +14,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from sluice.router.batches.records import FileRecord
-from sluice.router.batches.state import BatchState
+from sluice.router.batches.state import BatchState, FileRecord
 from sluice.router.batches.store import NAME
 from sluice.router.config import DAY_S, RouterConfig
 from sluice.router.tenancy.auth import ApiKey

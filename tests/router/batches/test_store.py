@@ -20,9 +20,18 @@ from prometheus_client import CollectorRegistry
 
 from sluice.router.batches.byte_store import Routers
 from sluice.router.batches.lines import BatchMetrics, LineCaller
-from sluice.router.batches.records import BatchRecord, FileRecord, Page, Status
 from sluice.router.batches.run import BatchRun, LinePlaces, Resources, Runner, _Running
-from sluice.router.batches.state import VERSION, BatchLostError, BatchState, Result, changing
+from sluice.router.batches.state import (
+    VERSION,
+    BatchLostError,
+    BatchRecord,
+    BatchState,
+    FileRecord,
+    Page,
+    Result,
+    Status,
+    changing,
+)
 from sluice.router.batches.store import NAME, Store, Threads
 from sluice.router.config import DAY_S, BatchesConfig
 from sluice.router.errors import ApiError, Reason
