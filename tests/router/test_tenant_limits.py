@@ -42,6 +42,8 @@ def test_what_is_within_the_caps_is_served_as_asked() -> None:
     caps = TenantLimits(classes=("slow", "fast"), max_priority=8, min_ttft_ms=100, min_tpot_ms=10)
     assert read(caps) == (SLO(0.1, 0.01, None, 8, "fast"), {}, None)
     assert read(caps, {"slo": {"class": "slow"}}).clamped == {}
+    caps = TenantLimits(min_ttft_ms=500, min_tpot_ms=500, min_e2e_ms=500)
+    assert read(caps, {"slo": {"class": "free"}}) == (SLO(service_class="free"), {}, None)
 
 
 def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
@@ -55,71 +57,56 @@ def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
 
 def test_what_a_class_presets_is_held_to_the_caps_too() -> None:
     caps = TenantLimits(max_priority=2, min_ttft_ms=300, beyond="refuse")
-    assert read(caps) == (
-        SLO(0.3, 0.01, None, 2, "fast"),
-        {"priority": "2", "ttft_ms": "300"},
-        None,
-    )
+    clamped = {"priority": "2", "ttft_ms": "300"}
+    assert read(caps) == (SLO(0.3, 0.01, None, 2, "fast"), clamped, None)
     # Nor does it count as asking for a class that none was named.
     only_slow = TenantLimits(classes=("slow", "free"), beyond="refuse")
     assert read(only_slow).slo.service_class == "slow"
 
 
-def test_no_objective_is_within_every_cap() -> None:
-    caps = TenantLimits(min_ttft_ms=500, min_tpot_ms=500, min_e2e_ms=500)
-    assert read(caps, {"slo": {"class": "free"}}) == (SLO(service_class="free"), {}, None)
-
-
 def test_an_end_to_end_objective_cannot_tighten_the_ttft() -> None:
-    assert read(TenantLimits(min_ttft_ms=500), {"slo": {"e2e_ms": 10}}).slo.e2e_s == 0.5
-    assert (
-        read(TenantLimits(min_ttft_ms=500, min_e2e_ms=900), {"slo": {"e2e_ms": 10}}).slo.e2e_s
-        == 0.9
-    )
+    tight = {"slo": {"e2e_ms": 10}}
+    assert read(TenantLimits(min_ttft_ms=500), tight).slo.e2e_s == 0.5
+    assert read(TenantLimits(min_ttft_ms=500, min_e2e_ms=900), tight).slo.e2e_s == 0.9
 
 
 @pytest.mark.parametrize(
-    ("caps", "body", "headers", "param", "message"),
+    ("caps", "body", "headers", "message"),
     [
         (
             {"max_priority": 3},
             {"slo": {"priority": 4}},
             {},
-            "slo.priority",
             "slo.priority must be at most 3 with this API key, got 4",
         ),
         (
             {"min_ttft_ms": 500},
             {},
             {"ttft-ms": "499.5"},
-            "x-slo-ttft-ms",
             "x-slo-ttft-ms must be at least 500 ms with this API key, got 499.5",
         ),
         (
             {"classes": ("slow", "free")},
             {"service_tier": "priority"},
             {},
-            "service_tier",
             "service_tier must be one of slow, free with this API key, got 'fast'",
         ),
         (
             {"min_e2e_ms": 2.5},
             {"slo": {"e2e_ms": 1}},
             {},
-            "slo.e2e_ms",
             "slo.e2e_ms must be at least 2.5 ms with this API key, got 1.0",
         ),
     ],
 )
 def test_a_refusal_names_the_field_and_what_is_allowed(
-    caps: dict[str, Any], body: dict[str, Any], headers: dict[str, str], param: str, message: str
+    caps: dict[str, Any], body: dict[str, Any], headers: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
         read(TenantLimits(beyond="refuse", **caps), body, **headers)
     error = caught.value
     assert (error.reason.status, error.reason) == (403, Reason.NOT_PERMITTED)
-    assert error.param == param
-    assert error.message == message
+    assert (error.param, error.message) == (message.split()[0], message)
 
 
 _MS = st.floats(0.001, 1e6)
@@ -133,13 +120,12 @@ _CAPS = st.builds(
     beyond=st.sampled_from(["clamp", "refuse"]),
 )
 _ASKED = {"ttft_ms": _MS, "tpot_ms": _MS, "e2e_ms": _MS, "priority": st.integers(1, 10)}
+_MS_TEXT = _MS.map("{:.6f}".format)
 _HEADERS = st.fixed_dictionaries(
     {},
     optional={
-        "x-slo-ttft-ms": _MS.map("{:.6f}".format),
-        "x-llm-d-slo-ttft-ms": _MS.map("{:.6f}".format),
-        "x-llm-d-slo-tpot-ms": _MS.map("{:.6f}".format),
-        "x-slo-e2e-ms": _MS.map("{:.6f}".format),
+        **dict.fromkeys(("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms"), _MS_TEXT),
+        **dict.fromkeys(("x-llm-d-slo-tpot-ms", "x-slo-e2e-ms"), _MS_TEXT),
         "x-slo-priority": st.integers(1, 10).map(str),
         "x-slo-class": st.sampled_from([*CLASSES]),
     },

@@ -24,6 +24,8 @@ from sluice.router.request.validation import (
 from sluice.router.tenancy.limits import NO_CAPS, TenantLimits
 from tests.router.far_side import CHAT_BODY, COMPLETION_BODY, Edge, FarSide, serve
 
+BODIES: dict[Endpoint, dict[str, Any]] = {"chat": CHAT_BODY, "completions": COMPLETION_BODY}
+
 # Options of a body that would cost an engine far more than their bytes.
 
 PATTERN = "a" * (MAX_PATTERN_CHARACTERS // 2)
@@ -76,23 +78,19 @@ def test_what_fits_is_left_to_the_engine() -> None:
 
 @pytest.mark.parametrize("change", TOO_LARGE, ids=lambda change: next(iter(change)))
 def test_what_is_too_large_is_named(change: dict[str, Any]) -> None:
-    for body in (CHAT_BODY, COMPLETION_BODY):
-        endpoint: Any = "chat" if body is CHAT_BODY else "completions"
+    for endpoint, body in BODIES.items():
         with pytest.raises(ApiError, match="at most") as caught:
             check_body(endpoint, {**body, **change})
         assert caught.value.param == next(iter(change))
         assert caught.value.reason.status == 400
+    with pytest.raises(ApiError, match="regular expressions"):
+        check_body("responses", {"model": "m", "input": "x", "text": {"format": patterns(3)}})
 
 
 @pytest.mark.parametrize("name", [*MAX_ENTRIES, "response_format", "structured_outputs", "text"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, 10**40, "x", {}, [], [None, 5, [{}]], None])
 def test_a_value_of_another_kind_is_left_to_the_engine(name: str, value: Any) -> None:
     check_body("chat", {**CHAT_BODY, name: value})
-
-
-def test_the_shape_of_a_response_is_bounded_too() -> None:
-    with pytest.raises(ApiError, match="regular expressions"):
-        check_body("responses", {"model": "m", "input": "x", "text": {"format": patterns(3)}})
 
 
 INSIDE = "http://169.254.169.254/latest/meta-data/"
@@ -137,21 +135,20 @@ async def test_media_may_come_with_the_request_or_be_fetched_where_that_is_allow
         assert response.status_code == 200
 
 
-BODIES: dict[Endpoint, dict[str, Any]] = {"chat": CHAT_BODY, "completions": COMPLETION_BODY}
-
-
 def hold(
     body: dict[str, Any], endpoint: Endpoint = "chat", caps: TenantLimits = NO_CAPS, **router: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     return TokenLimits(RouterConfig(**router)).hold(endpoint, body, caps)
 
 
-def test_without_limits_nothing_is_touched() -> None:
+def test_what_is_within_the_limits_is_not_touched() -> None:
+    schema = {"type": ["object", "null"], "properties": {"type": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert hold({**CHAT_BODY, "tools": tools}, max_prompt_tokens=1_000)[1] == {}
     for endpoint, body in BODIES.items():
-        assert hold({**body, "max_tokens": 10**9, "n": 16}, endpoint) == (
-            {**body, "max_tokens": 10**9, "n": 16},
-            {},
-        )
+        large = {**body, "max_tokens": 10**9, "n": 16}
+        assert hold(large, endpoint) == (large, {})
+        assert hold(body, endpoint, TenantLimits(max_prompt_tokens=20)) == (body, {})
 
 
 @pytest.mark.parametrize(
@@ -265,32 +262,19 @@ def test_what_to_expect_of_an_output() -> None:
         ("responses", {"input": "x", "instructions": LONG}, "input"),
         ("embeddings", {"input": [LONG]}, "input"),
         ("tokenize", {"prompt": LONG}, "prompt"),
+        ("detokenize", {"tokens": [7] * 100}, "tokens"),
     ],
 )
 def test_the_other_endpoints_are_held_to_the_prompt_too(
     endpoint: Endpoint, body: dict[str, Any], param: str
 ) -> None:
+    caps = TenantLimits(max_prompt_tokens=99, max_output_tokens=5)
     with pytest.raises(ApiError) as caught:
-        hold(
-            {"model": "m", **body},
-            endpoint,
-            TenantLimits(max_prompt_tokens=99, max_output_tokens=5),
-        )
+        hold({"model": "m", **body}, endpoint, caps)
     assert caught.value.param == param
     if endpoint == "responses":
         body = {"model": "m", "input": "x", "max_output_tokens": 9}
         assert hold(body, endpoint, TenantLimits(max_output_tokens=5))[0]["max_output_tokens"] == 5
-
-
-def test_a_short_prompt_is_not() -> None:
-    for endpoint, body in BODIES.items():
-        assert hold(body, endpoint, TenantLimits(max_prompt_tokens=20)) == (body, {})
-
-
-def test_schemas_of_tools_may_call_a_property_type() -> None:
-    schema = {"type": ["object", "null"], "properties": {"type": {"type": "string"}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    assert hold({**CHAT_BODY, "tools": tools}, max_prompt_tokens=1_000)[1] == {}
 
 
 def test_text_beside_a_medium_counts() -> None:

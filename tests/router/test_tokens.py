@@ -33,7 +33,6 @@ from sluice.router.tenancy.tokens import (
     REMEMBERED_S,
     TokenIssuer,
     TokenVerifier,
-    is_token,
 )
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarSide, serve
 from tests.router.token_issuer import RSA_KEY, Issuer, ec_key, issuing, published
@@ -179,7 +178,6 @@ async def test_a_token_that_is_not_valid_gets_401_with_the_reason(
     verifier = await reading(issuer)
     make, said = FORGED[case]
     token = make(issuer)
-    assert is_token(token.encode())
     if case == "unknown key":
         verifier.monotonic.now_s += 1  # the keys were read too recently to read them again
     error = verifier.refusal(token)
@@ -189,11 +187,6 @@ async def test_a_token_that_is_not_valid_gets_401_with_the_reason(
     assert header.startswith('Bearer error="invalid_token", error_description="The token')
     assert len(header) < 300 and header.isascii()
     assert verifier._accepted == {} and verifier._tenants == {}
-
-
-@pytest.mark.parametrize("sub", [".", "..", "a.b", "a.b.c.d", "key", "a..b c", "é.b.c", ""])
-def test_what_has_not_the_shape_of_a_token_is_a_key(sub: str) -> None:
-    assert not is_token(sub.encode())
 
 
 LIMITED = {"gold": {"max_priority": 9}, "free": {"max_priority": 1}}
@@ -573,7 +566,8 @@ async def test_a_token_is_as_good_as_a_key_and_gets_its_tenants_limits(issuer: I
         assert refused.json()["error"]["code"] == "invalid_token"
         assert 'error="invalid_token"' in refused.headers["www-authenticate"]
         assert (await ask("some.other.key")).json()["error"]["code"] == "invalid_token"
-        assert (await ask("other-key")).json()["error"]["code"] == "invalid_api_key"
+        for no_token in ("other-key", "a.b", "a.b.c.d", ".."):
+            assert (await ask(no_token)).json()["error"]["code"] == "invalid_api_key"
         page = (await client.get("/metrics", headers=bearer("metrics-key"))).text
         assert 'client="gold"' in page and 'client="acme"' in page
 
