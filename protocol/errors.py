@@ -54,10 +54,10 @@ def error_event(endpoint: Endpoint, document: dict[str, Any]) -> bytes:
     """The server-sent event that ends a stream with the error in ``document``. Anthropic's clients
     go by its name, OpenAI's by the field ``error``, and those of responses by the type, too."""
     if endpoint == "responses":
-        told = document["error"]
+        error = document["error"]
         document = {
             "type": "error",
-            **{n: told[n] for n in ("code", "message", "param")},
+            **{n: error[n] for n in ("code", "message", "param")},
             **document,
         }
     named = "event: error\n" if "type" in document else ""

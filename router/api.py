@@ -167,8 +167,8 @@ def _model_routes(fleets: ModelRegistry) -> APIRouter:
     routes = APIRouter()
 
     async def kept_response(_: Request) -> Response:
-        told = "Responses are not kept: there is none to be read later."
-        raise ApiError(Reason.NOT_FOUND, told, "response_id")
+        message = "Responses are not kept: there is none to be read later."
+        raise ApiError(Reason.NOT_FOUND, message, "response_id")
 
     routes.add_route("/v1/responses/{rest:path}", kept_response, ["GET", "POST", "DELETE"])
 
@@ -249,7 +249,7 @@ def _add_error_handlers(api: FastAPI) -> None:
     def at(request: Request) -> Endpoint | None:
         return endpoint_at(request.scope["path"])
 
-    async def told(request: Request, error: Exception) -> JSONResponse:
+    async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
         return error.response(at(request))
 
@@ -270,6 +270,6 @@ def _add_error_handlers(api: FastAPI) -> None:
             headers={wire.REQUEST_ID_HEADER: arrival.request_id},
         ).response(at(request))
 
-    api.add_exception_handler(ApiError, told)
+    api.add_exception_handler(ApiError, refused)
     api.add_exception_handler(HTTPException, http)
     api.add_exception_handler(Exception, unexpected)

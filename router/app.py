@@ -135,7 +135,6 @@ class Router:
                 await asyncio.to_thread(tracer.shutdown)
 
         fleets = ModelRegistry([part.fleet for part in parts], edge)
-        told = Telemetry(telemetry.logs, tracer)
         admin_service = AdminService({part.fleet.model: part.client for part in parts})
         api = make_api(
             config,
@@ -144,7 +143,7 @@ class Router:
             lifespan,
             share=parts[0].client.share_quotas,
             loop_age=parts[0].client.loop_age,
-            telemetry=told,
+            telemetry=Telemetry(telemetry.logs, tracer),
             admin_service=admin_service,
         )
         picker = PickerServer(api, fleets.health, config.max_body_bytes, config.max_in_flight)
@@ -159,7 +158,7 @@ class Router:
         await self._server.drain(limit_s, listening=True)
 
     def check_health(self) -> None:
-        """Called by Serve. Raises RuntimeError: it does not listen, and was not told to stop."""
+        """Called by Serve. Raises RuntimeError: it neither listens nor stops."""
         if not (self._server.listens or self._server.stops):
             raise RuntimeError("the router does not listen")
 

@@ -149,8 +149,7 @@ class Attempt:
 
     ``decision``: it promises only while the chosen replica serves. ``key``: of the reservation at
     the controller. ``tail``: set once the response has ended by itself. ``prefill``: the finished
-    attempt at a separate prefill replica. ``heard_s``: of the last arrival, at first of its making.
-    """
+    attempt at a separate prefill replica. ``last_item_s``: at first the time of its making."""
 
     def __init__(
         self,
@@ -174,9 +173,9 @@ class Attempt:
         self.prefill: Attempt | None = None
         self.opened = False
         self.closed = False
-        self.heard = False
+        self.responded = False
         self._clock = clock
-        self.heard_s = self.made_s = clock()
+        self.last_item_s = self.made_s = clock()
         self._has_head = False
         self._waiter: asyncio.Task[Any] | None = None
         self._abandoned: ReplicaFailedError | MovedError | None = None
@@ -202,7 +201,7 @@ class Attempt:
 
     def sent_to(self, replica_id: str) -> None:
         """Serve has sent it to this replica: its place, until the answer names the replica."""
-        if not self.heard:
+        if not self.responded:
             self.place = replica_id
 
     def abandon(self, failure: ReplicaFailedError | MovedError) -> bool:
@@ -246,7 +245,7 @@ class Attempt:
                 raise self._abandoned from None
             finally:
                 self._waiter = None
-            self.heard_s, self.heard = self._clock(), True
+            self.last_item_s, self.responded = self._clock(), True
 
             # Join its chunks.
             data, tokens, reasoned = [], self._pending_tokens, self._pending_reasoned
@@ -283,7 +282,7 @@ class Attempt:
 
             made: tuple[tuple[int, float], ...] = ()
             if offsets_s:
-                self._reached_s = min(self._reached_s, self.heard_s - offsets_s[-1][1])
+                self._reached_s = min(self._reached_s, self.last_item_s - offsets_s[-1][1])
                 made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
             joined = b"".join(data)
             self._pending_tokens = 0 if joined else tokens
@@ -311,7 +310,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Case:
+class SuspicionState:
     """One call's part in lost replicas.
 
     ``place``: the lost replica; a further failure there is the same loss. ``spared``: the call was
@@ -331,13 +330,13 @@ class Answer:
     fetch the stream from the replica; then it cannot be resumed either. ``opened``: attempts whose
     response has begun; the client has the head of the first. ``alive_s``: the last sign of life;
     time in queues does not count. ``uncounted``: attempts that found a pool empty or were moved.
-    ``promises``: counts also those whose replica failed. ``verdict``: the failure if the call is
+    ``promises``: counts also those whose replica failed. ``blame``: the failure if the call is
     blamed for lost replicas. ``moved``: the call has left a replica that would miss its TTFT, at
     most once. ``left``: replicas that the running stream has left. ``tier``: best effort also
     without admission control."""
 
     call: Call
-    case: Case
+    suspicion: SuspicionState
     clock: TokenClock
     transcript: Transcript | None = None
     max_attempts: int = 1
@@ -350,7 +349,7 @@ class Answer:
     uncounted: int = 0
     promises: int = 0
     granted: bool = False
-    verdict: ReplicaFailedError | None = None
+    blame: ReplicaFailedError | None = None
     moved: bool = False
     moves_to: RouteDecision | None = None
     move_reason: MoveReason | None = None

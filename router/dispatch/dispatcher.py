@@ -22,10 +22,10 @@ from sluice.router.dispatch.attempt import (
     NOT_RESUMED,
     Answer,
     Attempt,
-    Case,
     MovedError,
     OpenAttempts,
     Piece,
+    SuspicionState,
     Transcript,
     name_of,
 )
@@ -136,7 +136,7 @@ class Dispatcher:
 
         ``fetches``: the client's side can fetch a stream from the replica. Cancelling stops the
         attempt. Raises ApiError: the last attempt's error, a refused SLO, or quarantine."""
-        case = self._suspicion.open(call) if self._suspicion.contents else Case()
+        case = self._suspicion.open(call) if self._suspicion.contents else SuspicionState()
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
@@ -268,8 +268,8 @@ class Dispatcher:
         if isinstance(failure, ReaderLostError):
             lost = StalledReaderError if failure.stalled else ConnectionResetError
             raise lost("the stream has no reader any more") from failure
-        if answer.verdict is not None:
-            raise answer.verdict from failure
+        if answer.blame is not None:
+            raise answer.blame from failure
         if answer.transcript is None or not answer.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
         await self._retries.before_the_next(answer, failure)
@@ -337,7 +337,7 @@ class Dispatcher:
             _UNTRACED if span is None else span.context,
             resume=resume,
             resumable=transcript is not None,
-            confirm=answer.case.suspected,
+            confirm=answer.suspicion.suspected,
             tenant=call.client.tenant,
             weight=call.client.caps.weight,
             direct_patience_s=STALLED_READER_S if answer.fetched else None,
@@ -435,7 +435,7 @@ class Dispatcher:
         transcript: Transcript | None = None,
     ) -> Attempt:
         """Send to a replica until its answer begins. A failure is recorded and frees its place."""
-        suspected = answer.case.suspected
+        suspected = answer.suspicion.suspected
         async with self._suspicion.trial(decision.replica_id) if suspected else nullcontext():
             stream = self._replicas.generate(request, decision.replica_id, answer.failed, role)
             attempt = Attempt(request, decision, role, stream, span, transcript, self.clock)
@@ -480,7 +480,7 @@ class Dispatcher:
 
     def _note_failure(self, answer: Answer, attempt: Attempt, failure: ReplicaFailedError) -> None:
         """Record that a replica has failed a call. Call this before the attempt is stopped."""
-        answer.verdict = self._suspicion.judge(answer.call, answer.case, attempt, failure)
+        answer.blame = self._suspicion.judge(answer.call, answer.suspicion, attempt, failure)
         replica_id = attempt.place
         if replica_id is None:
             return

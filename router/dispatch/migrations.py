@@ -77,7 +77,7 @@ class Moves:
         whole = not request.prefill_only and request.kv_handle is None and request.resume is None
         waits = not attempt.opened and attempt.key not in self._moving
         stated = answer.call.slo.ttft_s is not None
-        excluded = answer.moved or answer.case.suspected
+        excluded = answer.moved or answer.suspicion.suspected
         return request.promised and stated and whole and waits and not excluded
 
     async def _move(self, attempt: Attempt, answer: Answer) -> None:
@@ -214,7 +214,7 @@ class Migrations:
     def _stream(self, attempt: Attempt, answer: Answer) -> _Stream | None:
         """An open attempt as a stream that may move; ``None`` if it is none."""
         streams = attempt.opened and attempt.head.status == 200 and attempt.place
-        if not streams or attempt.head.media_type != EVENT_STREAM or answer.case.suspected:
+        if not streams or attempt.head.media_type != EVENT_STREAM or answer.suspicion.suspected:
             return None
         if attempt not in self._streams:
             able = may_migrate(answer.call)

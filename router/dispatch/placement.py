@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice, zip_longest
 from math import inf
 from typing import Any, Final, Protocol
@@ -64,7 +65,7 @@ class Slot:
         self.limit_s = inf
         self.late = False
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Return when it should ask. Raises ApiError: 429; it is late, or has waited too long."""
         await self.called.wait()
         if self._expired:
@@ -537,42 +538,32 @@ class PlacementClient:
             tiers = _GUARANTEED_ONLY
         else:
             tiers = _ANY_TIER
+        ask = partial(self._ask, call, key, failed, prefill_key, tiers)
         queue = self._queues.get(slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
         # A request that arrives while others wait queues behind them, before it asks.
         if queue is None or len(queue) == 0:
-            refused = await self._answered(call, key, failed, prefill_key, tiers)
+            refused = await self._answered(call, ask, tiers)
             if queue is None or refused is None or not may_wait(refused):
                 return refused
         ttft_s, _, e2e_s, _ = slo.columns
         due_s = call.received_s + min(ttft_s, e2e_s)
         with queue.slot(due_s, refused, call.client, call.queue_ttl_s) as slot:
             while True:
-                await slot.turn()
-                decision = await self._answered(call, key, failed, prefill_key, tiers)
+                await slot.wait()
+                decision = await self._answered(call, ask, tiers)
                 if decision is None or not may_wait(decision):
                     return decision
                 slot.refuse(decision)
 
-    async def _answered(
-        self,
-        call: Call,
-        key: int,
-        failed: Sequence[str],
-        prefill_key: int,
-        tiers: frozenset[Tier],
-    ) -> RouteDecision | None:
+    async def _answered(self, call: Call, ask: Ask, tiers: frozenset[Tier]) -> RouteDecision | None:
         """The controller's decision, now or after a cold start. While the controller does not
         answer and has just reported no capacity, a call that needs a promise is refused: a client
         that asks often would get in by a late answer."""
-        decision = await self._ask(call, key, failed, prefill_key, tiers)
+        decision = await ask()
         if decision is not None and decision.starts_in_s is not None:
-            decision = await self._cold_starts.decided(
-                call.client,
-                decision,
-                lambda: self._ask(call, key, failed, prefill_key, tiers),
-                call.queue_ttl_s,
-            )
+            starts = self._cold_starts
+            decision = await starts.decided(call.client, decision, ask, call.queue_ttl_s)
         if decision is not None:
             # Promises between refusals do not end the time without capacity.
             refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Sequence
 from math import inf
-from types import TracebackType
 from typing import Final
 
 from starlette.responses import Response
@@ -50,12 +49,7 @@ class DisconnectGuard:
         self._watch = asyncio.create_task(self._wait())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         self._watch.cancel()
         if not (self.disconnected or self.stopped):
             return False
@@ -88,12 +82,7 @@ class TimeoutSend:
         self._timer = self._loop.call_later(self._limit_s, self._look)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
     async def __call__(self, message: Message) -> None:

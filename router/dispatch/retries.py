@@ -242,8 +242,8 @@ class RetryPolicy:
 
     async def before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Wait until another attempt may be made. Raises ReplicaFailedError: none may."""
-        if answer.verdict is not None:
-            raise answer.verdict from failure
+        if answer.blame is not None:
+            raise answer.blame from failure
         if failure.reason is Reason.NO_REPLICA:
             return await self._pools.wait(answer, failure)
         granted, answer.granted = answer.granted, False

@@ -37,7 +37,7 @@ MAX_NAMES = 256
 """Maximum number of requests named in one probe; later probes name the others."""
 
 REMEMBERED_S = 60.0
-"""How long an unresponsive replica stays marked as such if nothing was heard of it, seconds."""
+"""How long an unresponsive replica stays marked as such if nothing came from it, seconds."""
 
 SEARCHES = 3
 """Probes to find a live replica in a pool: the least loaded one, then any of Serve's choice."""
@@ -64,7 +64,7 @@ _SILENT = f"There was no sign of life of the request for {SILENCE_S:g} seconds."
 class _Suspect:
     """A replica with silent attempts."""
 
-    __slots__ = ("asking", "misses", "next_s", "replica_id", "role", "since_s", "turn", "unknown")
+    __slots__ = ("asking", "misses", "next_s", "probes", "replica_id", "role", "since_s", "unknown")
 
     def __init__(self, replica_id: str, role: Role, since_s: float) -> None:
         self.replica_id = replica_id
@@ -73,15 +73,15 @@ class _Suspect:
         self.asking: asyncio.Task[None] | None = None
         self.next_s = float("-inf")
         self.misses = 0
-        self.turn = 0
+        self.probes = 0
         self.unknown: frozenset[str] = frozenset()
 
     def next_of(self, attempts: list[Attempt]) -> list[Attempt]:
         """The attempts that the next probe names: all, or if there are too many, all in turns."""
         if len(attempts) <= MAX_NAMES:
             return attempts
-        start = self.turn * MAX_NAMES % len(attempts)
-        self.turn += 1
+        start = self.probes * MAX_NAMES % len(attempts)
+        self.probes += 1
         return attempts[start : start + MAX_NAMES]
 
     def is_asked_no_longer(self, _: asyncio.Task[None]) -> None:
@@ -132,8 +132,8 @@ class StallDetector:
         for attempt, answer in self._attempts.items():
             if attempt.tail is not None:
                 continue
-            if attempt.heard:
-                answer.alive_s = max(answer.alive_s, attempt.heard_s)
+            if attempt.responded:
+                answer.alive_s = max(answer.alive_s, attempt.last_item_s)
             if gap_s > OWN_GAP_S:
                 answer.alive_s = min(now_s, answer.alive_s + gap_s)
             # Waits for a slow client and for a model's first replica have limits of their own.
@@ -163,31 +163,31 @@ class StallDetector:
                 suspect.asking.add_done_callback(suspect.is_asked_no_longer)
 
     def _is_silent(self, attempt: Attempt, now_s: float) -> bool:
-        return now_s - attempt.heard_s >= self._after_s and attempt.waits
+        return now_s - attempt.last_item_s >= self._after_s and attempt.waits
 
     async def _examine(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Probe a replica, and handle its attempts according to the answer."""
         begun = [each for each in here if self._is_silent(each, asked_s)]
         named = {each.request.request_id: each for each in suspect.next_of(begun)}
         suspect.unknown = suspect.unknown.intersection(each.request.request_id for each in begun)
-        told = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
-        if told is not None and told.replica_id != suspect.replica_id:
+        report = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
+        if report is not None and report.replica_id != suspect.replica_id:
             await self._leave_replaced(suspect, here, asked_s)
             return
-        if told is None and any(each.heard and each.heard_s > asked_s for each in here):
-            told = Progress(suspect.replica_id, hung=False)
-        if told is not None:
-            for name in named.keys() - set(told.unknown):
+        if report is None and any(each.responded and each.last_item_s > asked_s for each in here):
+            report = Progress(suspect.replica_id, hung=False)
+        if report is not None:
+            for name in named.keys() - set(report.unknown):
                 if (answer := self._attempts.get(named[name])) is not None:
                     answer.alive_s = max(answer.alive_s, asked_s)
-        if told is not None and not told.hung:
+        if report is not None and not report.hung:
             suspect.misses = 0
             self._hung.pop(suspect.replica_id, None)
-            self._abandon_lost(suspect, named, told, asked_s)
+            self._abandon_lost(suspect, named, report, asked_s)
             return
         suspect.unknown = frozenset()
-        suspect.misses += told is None
-        if told is not None or suspect.misses >= MISSES:
+        suspect.misses += report is None
+        if report is not None or suspect.misses >= MISSES:
             self._hung[suspect.replica_id] = asked_s
             self._controller.troubled(suspect.replica_id, Trouble.HUNG)
             await self._move(suspect, here, asked_s)
@@ -196,7 +196,7 @@ class StallDetector:
         """Serve no longer lists the replica, so it cannot be probed: let it drain, but abandon its
         attempts if it was unresponsive before, as Serve waits for the whole drain."""
         hung_s = self._hung.get(suspect.replica_id)
-        if hung_s is None or any(each.heard and each.heard_s > hung_s for each in here):
+        if hung_s is None or any(each.responded and each.last_item_s > hung_s for each in here):
             drains = self._replicas.is_leaving(suspect.replica_id)
             if drains and asked_s - suspect.since_s < LEAVING_S:
                 for answer in filter(None, map(self._attempts.get, here)):
@@ -206,21 +206,21 @@ class StallDetector:
         await self._move(suspect, here, asked_s)
 
     def _abandon_lost(
-        self, suspect: _Suspect, named: dict[str, Attempt], told: Progress, asked_s: float
+        self, suspect: _Suspect, named: dict[str, Attempt], report: Progress, asked_s: float
     ) -> None:
         """Fail attempts twice reported unknown; once, their last items may have been in flight."""
-        lost = suspect.unknown.intersection(told.unknown)
-        suspect.unknown = (suspect.unknown - named.keys()) | frozenset(told.unknown)
+        lost = suspect.unknown.intersection(report.unknown)
+        suspect.unknown = (suspect.unknown - named.keys()) | frozenset(report.unknown)
         for attempt in (named[name] for name in lost):
-            arrived = attempt.heard or asked_s - attempt.made_s >= ON_THE_WAY_S
-            if arrived and attempt.heard_s <= asked_s:
+            arrived = attempt.responded or asked_s - attempt.made_s >= ON_THE_WAY_S
+            if arrived and attempt.last_item_s <= asked_s:
                 self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
 
     async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Fail an unresponsive replica's attempts that another one may retry or resume."""
 
         def stuck(attempt: Attempt) -> bool:
-            return attempt in self._attempts and attempt.waits and attempt.heard_s <= asked_s
+            return attempt in self._attempts and attempt.waits and attempt.last_item_s <= asked_s
 
         if not any(map(stuck, here)) or not await self._elsewhere(suspect):
             return
@@ -253,10 +253,10 @@ class StallDetector:
         for pool in sorted(self._replicas.roles, key=lambda role: role != suspect.role):
             avoided = [hung, *[()] * (SEARCHES - 1)]
             questions = (self._ask((), None, avoid, pool) for avoid in avoided)
-            for told in await asyncio.gather(*questions):
-                if told is None or told.hung or told.replica_id in ("", suspect.replica_id):
+            for report in await asyncio.gather(*questions):
+                if report is None or report.hung or report.replica_id in ("", suspect.replica_id):
                     continue
-                self._hung.pop(told.replica_id, None)
+                self._hung.pop(report.replica_id, None)
                 return True
         return False
 

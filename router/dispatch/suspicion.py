@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from sluice.router.dispatch.attempt import Attempt, Case, OpenAttempts
+from sluice.router.dispatch.attempt import Attempt, OpenAttempts, SuspicionState
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
@@ -73,13 +73,13 @@ class Suspicion:
         self._lost: dict[str, tuple[float, frozenset[Attempt]]] = {}
         self._trials: dict[str, asyncio.Event] = {}
 
-    def open(self, call: Call) -> Case:
-        """The case of a new call. Raises ApiError: 422; the call is quarantined."""
+    def open(self, call: Call) -> SuspicionState:
+        """The state of a new call. Raises ApiError: 422; the call is quarantined."""
         content = self._find(call)
         if content is None:
-            return Case()
+            return SuspicionState()
         if content.losses < 2:
-            return Case(suspected=True, lasted_s=content.lasted_s)
+            return SuspicionState(suspected=True, lasted_s=content.lasted_s)
         self._metrics.quarantined_requests.inc()
         left_s = content.until_s - self._clock()
         raise ApiError(
@@ -109,31 +109,31 @@ class Suspicion:
                 del self._trials[name]
 
     def judge(
-        self, call: Call, case: Case, attempt: Attempt, failure: ReplicaFailedError
+        self, call: Call, state: SuspicionState, attempt: Attempt, failure: ReplicaFailedError
     ) -> ReplicaFailedError | None:
         """An attempt has failed. Returns the failure that ends the call if the call is blamed."""
-        blamed = self._blamed(attempt) if case.suspected else frozenset()
-        if _replica(attempt) in (None, case.place) or not failure.lost:
+        blamed = self._blamed(attempt) if state.suspected else frozenset()
+        if _replica(attempt) in (None, state.place) or not failure.lost:
             return None
         lasted_s = self._clock() - attempt.made_s
         if failure.hung and ends_when_hung(call):
             known = self._find(call)
             self._remember(call, 1 if known is None else known.losses + 1, lasted_s)
             return ReplicaFailedError(Reason.REQUEST_SUSPECTED, _HUNG, retry=False, hung=True)
-        if case.suspected and not self._is_cleared(case, attempt):
-            if attempt not in blamed and not (case.spared and attempt.heard):
-                case.spared = attempt.heard
+        if state.suspected and not self._is_cleared(state, attempt):
+            if attempt not in blamed and not (state.spared and attempt.responded):
+                state.spared = attempt.responded
                 return None
             self._remember(call, 2, lasted_s)
             return ReplicaFailedError(
                 Reason.REQUEST_SUSPECTED, _LOST, retry=False, dead=failure.dead, hung=failure.hung
             )
-        case.suspected, case.place = True, _replica(attempt)
-        case.lasted_s, case.spared = lasted_s, False
+        state.suspected, state.place = True, _replica(attempt)
+        state.lasted_s, state.spared = lasted_s, False
         return None
 
-    def _is_cleared(self, case: Case, attempt: Attempt) -> bool:
-        return self._clock() - attempt.made_s >= max(CLEARED_S, case.lasted_s)
+    def _is_cleared(self, state: SuspicionState, attempt: Attempt) -> bool:
+        return self._clock() - attempt.made_s >= max(CLEARED_S, state.lasted_s)
 
     def _blamed(self, attempt: Attempt) -> frozenset[Attempt]:
         """The attempts blamed for a loss, decided when the first attempt there fails."""
@@ -146,11 +146,11 @@ class Suspicion:
             here = [
                 each
                 for each, answer in self._attempts.items()
-                if answer.case.suspected
+                if answer.suspicion.suspected
                 and _replica(each) == place
-                and each.heard
+                and each.responded
                 and each.tail is None
-                and not self._is_cleared(answer.case, each)
+                and not self._is_cleared(answer.suspicion, each)
             ]
             group = [each for each in here if not each.opened] or here
             self._lost[place] = now_s, frozenset(group if len(group) <= FEW else ())

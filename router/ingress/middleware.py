@@ -80,7 +80,7 @@ class RefusalRate:
         self.held = 0
         """Number of waiting refusals."""
 
-    async def turn(self) -> None:
+    async def wait(self) -> None:
         """Return when the refusal may be sent, after :data:`MAX_HOLD_S` at the latest."""
         now_s = self._clock()
         turn_s = max(self._next_s, now_s - 1.0)
@@ -247,7 +247,7 @@ class IngressMiddleware:
         has_access = await self._admit(arrival, scope, receive, send, refusal)
         # The request's body and slot have been released by now.
         if refusal:
-            await (self._refusals if has_access else self._refusals_of_strangers).turn()
+            await (self._refusals if has_access else self._refusals_of_strangers).wait()
         for message in refusal:
             await send(message)
 

@@ -109,7 +109,7 @@ class ChannelStream:
         "_size",
         "_unsaid",
         "_waiter",
-        "heard",
+        "responded",
     )
 
     def __init__(self, channel: Channel, number: int, elsewhere: Elsewhere | None) -> None:
@@ -124,7 +124,7 @@ class ChannelStream:
         self._over = False
         self._failure: ReplicaFailedError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self.heard = False
+        self.responded = False
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         return self
@@ -162,7 +162,7 @@ class ChannelStream:
     def take(self, delivery: Delivery) -> bool:
         """Store a delivery for the reader. Returns whether it was the response's last one."""
         items = self._items
-        self.heard = True
+        self.responded = True
         if delivery.taken is not None:
             items.append(delivery.taken)
         if delivery.head is not None:
@@ -185,7 +185,7 @@ class ChannelStream:
     def lose(self, expected: bool) -> None:
         """The connection ended. A replica that had announced that it would leave has not started
         requests from which nothing has arrived; these are sent again."""
-        if expected and not self.heard and self._elsewhere is not None:
+        if expected and not self.responded and self._elsewhere is not None:
             self._moved = self._elsewhere()
             self._rest = self._moved.__aiter__()
         else:
@@ -545,8 +545,8 @@ class ServeReplicas:
         hint = self._hint(target, avoid)
         progress = self._pool(role, target, avoid).progress
         call = progress.remote(tuple(request_ids), **{wire.TARGET_KWARG: hint})
-        told: Progress = await _answer_of(call)
-        return told
+        report: Progress = await _answer_of(call)
+        return report
 
     def is_leaving(self, replica_id: str) -> bool:
         """Whether a replica drains; see :class:`~sluice.router.serve.contract.Replicas`."""

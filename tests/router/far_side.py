@@ -30,7 +30,7 @@ from sluice.router.admin.api import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.attempt import Answer, Attempt, Case
+from sluice.router.dispatch.attempt import Answer, Attempt, SuspicionState
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
 from sluice.router.errors import Reason
@@ -350,7 +350,7 @@ def attempt_at(
 def waiting_call() -> Answer:
     """A call that waits for an answer, and may be tried again."""
     call = Call("r", "chat", {}, SLO(), PromptSize(1, 1), 0.0)
-    return Answer(call, Case(), TokenClock(call.slo, 0.0), max_attempts=2)
+    return Answer(call, SuspicionState(), TokenClock(call.slo, 0.0), max_attempts=2)
 
 
 class FarController:

@@ -75,10 +75,10 @@ class Queue:
         async def wait() -> None:
             try:
                 with self.line.slot(self.time.now_s + due_s, refused, client) as slot:
-                    await slot.turn()
+                    await slot.wait()
                     while may_wait(decision := await self.fleet.ask(number)):
                         slot.refuse(decision)
-                        await slot.turn()
+                        await slot.wait()
             except ApiError as error:
                 self.errors[number] = error
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from tests.router.far_side import (
     answer,
     event,
     fail,
-    hang,
     serve,
 )
 from tests.router.test_admission import (
@@ -40,7 +38,6 @@ from tests.router.test_admission import (
     post,
     unattainable,
 )
-from tests.router.test_disconnect import Client, content
 
 
 @pytest.mark.parametrize(
@@ -135,16 +132,6 @@ async def test_an_ending_says_whose_output_it_was_and_how_long_it_might_have_bee
     (ending,) = edge.controller.endings
     assert (ending.service_class, ending.tenant) == ("strict", ANYONE.tenant)
     assert (ending.tokens, ending.most_tokens) == (3, most_tokens)
-
-
-async def test_a_client_that_leaves_is_told_of() -> None:
-    edge = Edge(FarSide(a=hang))
-    client = Client(edge, content())
-    await edge.side.until(lambda: bool(edge.side.live))
-    client.leave()
-    await asyncio.wait([client.task])
-    (ending,) = edge.controller.endings
-    assert (ending.outcome, ending.ttft_s, ending.tokens) == ("cancelled", None, 0)
 
 
 async def test_what_no_engine_computes_has_no_ending() -> None:

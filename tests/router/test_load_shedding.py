@@ -59,7 +59,7 @@ async def test_a_few_refusals_leave_at_once_and_a_storm_at_its_rate() -> None:
 
     async def retry_at_once() -> None:
         while True:
-            await refusals.turn()
+            await refusals.wait()
             left.append(time())
             await asyncio.sleep(0)
 
@@ -76,7 +76,7 @@ async def test_a_few_refusals_leave_at_once_and_a_storm_at_its_rate() -> None:
     assert refusals.held == 0
     # After a pause nothing is left of it.
     await time.advance(MAX_HOLD_S + 1)
-    await asyncio.wait_for(refusals.turn(), 120)
+    await asyncio.wait_for(refusals.wait(), 120)
 
 
 @given(
@@ -94,7 +94,7 @@ def test_nobody_waits_longer_than_the_most_and_no_more_wait_than_may(
 
         async def refused() -> None:
             came_s = time()
-            await refusals.turn()
+            await refusals.wait()
             waited.append(time() - came_s)
 
         tasks = []

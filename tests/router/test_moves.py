@@ -10,7 +10,7 @@ import pytest
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.attempt import Answer, Attempt, Case, OpenAttempts
+from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts, SuspicionState
 from sluice.router.dispatch.migrations import Moves
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
@@ -227,7 +227,7 @@ def test_a_bounded_number_is_asked_about_those_due_soonest_first() -> None:
         call = Call(name, "chat", {}, slo, PromptSize(1, 1), 7.0)
         request = EngineRequest(name, "chat", {}, slo, promised=True)
         attempt = Attempt(request, promise("r0"), "mixed", NoItems())
-        open_[attempt] = Answer(call, Case(), TokenClock(call.slo, 0.0))
+        open_[attempt] = Answer(call, SuspicionState(), TokenClock(call.slo, 0.0))
         return attempt
 
     attempts = [watched(str(number), 5.0 + number % 300) for number in range(MAX_WAITS + 10)]

@@ -26,7 +26,6 @@ from sluice.replica.profiling import VirtualLoop
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Piece, Transcript
-from sluice.router.dispatch.retries import rest_of
 from sluice.router.dispatch.suspicion import CLEARED_S
 from sluice.router.errors import Reason
 from sluice.router.request.call import Call
@@ -193,13 +192,6 @@ async def test_what_a_replica_is_asked_for_and_what_is_counted() -> None:
     assert router.sample("sluice_resumes_total") == router.sample("sluice_retries_total") == 1
     ok = {"outcome": "ok", "endpoint": "chat", "class": "standard"}
     assert router.sample("sluice_requests_total", **ok) == 1
-
-
-def test_the_rest_is_shorter_and_its_prompt_longer() -> None:
-    call = Call("r", "chat", CHAT_BODY, SLO(1.0), PromptSize(40, 4), 0.0, output_tokens=20)
-    rest = rest_of(call, 10, SLO(6.0))
-    assert (rest.prompt, rest.output_tokens, rest.slo) == (PromptSize(40, 14), 10, SLO(6.0))
-    assert rest_of(replace(call, output_tokens=0), 10, SLO()).output_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from sluice.router.request.prompt import (
 )
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.tenancy.limits import NO_CAPS
-from tests.router.far_side import Edge, FarSide, Items, answer, fail
+from tests.router.far_side import Edge, FarSide, Items, fail
 from tests.router.listening import listening
 
 PATH = "/v1/audio/transcriptions"
@@ -198,13 +198,6 @@ async def test_a_sound_that_ends_two_replicas_is_known_by_its_bytes() -> None:
     assert codes == [Reason.REQUEST_SUSPECTED.value, Reason.REQUEST_QUARANTINED.value]
     assert len(edge.side.calls) == 3
     assert answered.status_code == 200
-
-
-async def test_an_engines_refusal_comes_through() -> None:
-    edge = Edge(FarSide(a=answer(404, b'{"error": {"message": "it offers chat"}}')))
-    async with edge.client() as client:
-        refused = await client.post(PATH, data={"model": "m"}, files={"file": AUDIO})
-    assert (refused.status_code, refused.json()["error"]["message"]) == (404, "it offers chat")
 
 
 def test_how_long_a_sound_counts() -> None:

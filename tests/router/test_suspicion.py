@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sluice.protocol.requests import EngineRequest, ResponseHead
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.attempt import Answer, Attempt, Case, OpenAttempts
+from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts, SuspicionState
 from sluice.router.dispatch.suspicion import (
     CLEARED_S,
     FEW,
@@ -56,16 +56,18 @@ class Fleet:
         self.attempts: OpenAttempts = {}
         self.suspicion = Suspicion(self.attempts, RouterMetrics(), self.clock)
 
-    def send(self, case: Case, place: str, heard: bool = True, opened: bool = False) -> Attempt:
+    def send(
+        self, case: SuspicionState, place: str, responded: bool = True, opened: bool = False
+    ) -> Attempt:
         attempt = attempt_at(place, NoItems(), self.clock)
-        attempt.heard, attempt.opened = heard, opened
+        attempt.responded, attempt.opened = responded, opened
         self.attempts[attempt] = Answer(call(), case, TokenClock(SLO(), 0.0))
         return attempt
 
     def lose(
         self,
         call: Call,
-        case: Case,
+        case: SuspicionState,
         attempt: Attempt,
         failure: ReplicaFailedError = DIED,
     ) -> bool:
@@ -76,7 +78,7 @@ class Fleet:
 
 
 def test_the_second_loss_ends_a_request_and_its_repeats_are_refused() -> None:
-    fleet, case = Fleet(), Case()
+    fleet, case = Fleet(), SuspicionState()
     assert not fleet.lose(call(), case, fleet.send(case, "r0"))
     assert case.suspected
     assert fleet.lose(call(), case, fleet.send(case, "r1"))
@@ -92,7 +94,7 @@ def test_the_second_loss_ends_a_request_and_its_repeats_are_refused() -> None:
 
 
 def test_a_replica_that_fails_again_is_lost_once() -> None:
-    fleet, case = Fleet(), Case()
+    fleet, case = Fleet(), SuspicionState()
     for _ in range(3):
         assert not fleet.lose(call(), case, fleet.send(case, "r0"))
     assert fleet.lose(call(), case, fleet.send(case, "r1"))
@@ -101,13 +103,13 @@ def test_a_replica_that_fails_again_is_lost_once() -> None:
 @pytest.mark.parametrize("error", [OSError("reset"), grpc.aio.AioRpcError(*_UNAVAILABLE)])
 def test_a_connection_that_breaks_is_a_loss(error: Exception) -> None:
     """So it looks to a router that a replica is killed."""
-    fleet, case, failure = Fleet(), Case(), failure_of(error)
+    fleet, case, failure = Fleet(), SuspicionState(), failure_of(error)
     assert not fleet.lose(call(), case, fleet.send(case, "r0"), failure)
     assert fleet.lose(call(), case, fleet.send(case, "r1"), failure)
 
 
 def test_an_error_of_a_replica_that_lives_is_no_loss() -> None:
-    fleet, case = Fleet(), Case()
+    fleet, case = Fleet(), SuspicionState()
     failed = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica cancelled the request.")
     assert not fleet.lose(call(), case, fleet.send(case, "r0"), failed)
     assert not case.suspected
@@ -115,15 +117,15 @@ def test_an_error_of_a_replica_that_lives_is_no_loss() -> None:
 
 def test_who_was_never_at_the_second_replica_is_not_blamed() -> None:
     """Two replicas that die at once."""
-    fleet, case = Fleet(), Case()
+    fleet, case = Fleet(), SuspicionState()
     fleet.lose(call(), case, fleet.send(case, "r0"))
-    assert not fleet.lose(call(), case, fleet.send(case, "r1", heard=False))
+    assert not fleet.lose(call(), case, fleet.send(case, "r1", responded=False))
     assert fleet.lose(call(), case, fleet.send(case, "r2"))
 
 
 @given(lasted_s=st.floats(0, 1000), again_s=st.floats(0, 1000))
 def test_a_suspect_is_cleared_once_it_lasts_longer(lasted_s: float, again_s: float) -> None:
-    fleet, case = Fleet(), Case()
+    fleet, case = Fleet(), SuspicionState()
     attempt = fleet.send(case, "r0")
     fleet.clock.now_s += lasted_s
     fleet.lose(call(), case, attempt)
@@ -142,9 +144,9 @@ def test_of_several_suspects_a_few_are_blamed_and_those_that_made_progress_last(
 ) -> None:
     fleet = Fleet()
     calls = [call(number) for number in range(silent + opened)]
-    cases = [Case(suspected=True) for _ in calls]
+    cases = [SuspicionState(suspected=True) for _ in calls]
     attempts = [fleet.send(case, "r1", opened=index >= silent) for index, case in enumerate(cases)]
-    ordinary = [Case() for _ in range(others)]
+    ordinary = [SuspicionState() for _ in range(others)]
     lost = [(call(100 + n), case, fleet.send(case, "r1")) for n, case in enumerate(ordinary)]
     blamed = [fleet.lose(*each) for each in [*zip(calls, cases, attempts, strict=True), *lost]]
     ends = silent or opened
@@ -164,7 +166,7 @@ def test_structured_output_is_blamed_for_a_hang_at_once_and_not_for_a_death() ->
     fleet, asked = Fleet(), call(**STRUCTURED)
     case = fleet.suspicion.open(asked)
     assert not fleet.lose(asked, case, fleet.send(case, "r0"), DIED)
-    case = Case()
+    case = SuspicionState()
     assert fleet.lose(asked, case, fleet.send(case, "r0"), HUNG)
     # Its sender asks again: alone, and for the last time.
     case = fleet.suspicion.open(asked)
@@ -178,7 +180,7 @@ def test_what_is_remembered_is_bounded() -> None:
     fleet = Fleet()
     for number in range(REMEMBERED + 5):
         asked = call(number, **STRUCTURED)
-        fleet.lose(asked, Case(), fleet.send(Case(), "r0"), HUNG)
+        fleet.lose(asked, SuspicionState(), fleet.send(SuspicionState(), "r0"), HUNG)
     assert len(fleet.suspicion.contents) == REMEMBERED
     assert not fleet.suspicion.open(call(0, **STRUCTURED)).suspected
     assert fleet.suspicion.open(call(REMEMBERED + 4, **STRUCTURED)).suspected
