@@ -33,9 +33,9 @@ from sluice.router.dispatch.migrations import Migrations, Moves
 from sluice.router.dispatch.placement import DecisionService, PlacementClient, unpromised
 from sluice.router.dispatch.retries import (
     NOT_RESUMABLE,
+    RETRY_PAUSE_S,
     Pools,
     RetryBudget,
-    RetryPolicy,
     may_resume,
     may_split,
     prefill_id_of,
@@ -103,8 +103,8 @@ class Dispatcher:
         )
         self._budget = budget = RetryBudget(config.retry_budget, clock)
         self._attempts: OpenAttempts = {}
-        # These read the open attempts, and may abandon one.
         self._watch: asyncio.Task[None] | None = None
+        # These read the open attempts, and may abandon one.
         self._suspicion = Suspicion(self._attempts, metrics, clock)
         self._stalls = StallDetector(
             self._attempts, replicas, controller, budget, metrics, config.stall_after_s, clock
@@ -117,7 +117,7 @@ class Dispatcher:
             else None
         )
         self._pools = Pools(replicas.roles, replicas.single, clock, pause)
-        self._retries = RetryPolicy(budget, self._pools, metrics, pause)
+        self._pause = pause
 
     async def restricted(self, call: Call, endpoints: Collection[str]) -> Call:
         """The call, for replicas at these addresses only. Raises ApiError: 503, there is none."""
@@ -257,7 +257,23 @@ class Dispatcher:
                 answer.add(attempt)
                 return attempt
             if failure is not None:
-                await self._retries.before_the_next(answer, failure)
+                await self._before_the_next(answer, failure)
+
+    async def _before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
+        """Wait until another attempt may be made, by the call's limit and the process's budget;
+        empty pools do not count. Raises ReplicaFailedError: none may."""
+        if answer.blame is not None:
+            raise answer.blame from failure
+        if failure.reason is Reason.NO_REPLICA:
+            return await self._pools.wait(answer, failure)
+        granted, answer.granted = answer.granted, False
+        if not failure.retry or (answer.spent and not granted):
+            raise failure
+        if not granted and not self._budget.take():
+            self._metrics.retries_refused.inc()
+            raise failure
+        self._metrics.retries.inc()
+        await self._pause(RETRY_PAUSE_S * 2 ** (answer.made - 1))
 
     async def _resume(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """Resume a stream. Raises ReplicaFailedError: none can. OSError: the client is gone."""
@@ -272,7 +288,7 @@ class Dispatcher:
             raise answer.blame from failure
         if answer.transcript is None or not answer.transcript.resumable:
             raise ReplicaFailedError(failure.reason, f"{failure} {NOT_RESUMABLE}") from failure
-        await self._retries.before_the_next(answer, failure)
+        await self._before_the_next(answer, failure)
         try:
             await self._next(answer)
         except ApiError:  # the controller admits it nowhere

@@ -13,8 +13,6 @@ from msgspec import structs
 
 from sluice.protocol.requests import EngineRequest
 from sluice.router.dispatch.attempt import Answer
-from sluice.router.errors import Reason
-from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.contract import ReplicaFailedError
@@ -222,35 +220,3 @@ class RetryBudget:
 
 RETRY_PAUSE_S: Final = 0.02
 """Before the second attempt, then doubled, seconds: reports of dead replicas need time."""
-
-
-class RetryPolicy:
-    """Limits attempts by call and, by the process's ``budget``, in total; empty pools do not
-    count."""
-
-    def __init__(
-        self,
-        budget: RetryBudget,
-        pools: Pools,
-        metrics: RouterMetrics,
-        pause: Callable[[float], Awaitable[object]],
-    ) -> None:
-        self._budget = budget
-        self._pools = pools
-        self._metrics = metrics
-        self._pause = pause
-
-    async def before_the_next(self, answer: Answer, failure: ReplicaFailedError) -> None:
-        """Wait until another attempt may be made. Raises ReplicaFailedError: none may."""
-        if answer.blame is not None:
-            raise answer.blame from failure
-        if failure.reason is Reason.NO_REPLICA:
-            return await self._pools.wait(answer, failure)
-        granted, answer.granted = answer.granted, False
-        if not failure.retry or (answer.spent and not granted):
-            raise failure
-        if not granted and not self._budget.take():
-            self._metrics.retries_refused.inc()
-            raise failure
-        self._metrics.retries.inc()
-        await self._pause(RETRY_PAUSE_S * 2 ** (answer.made - 1))
