@@ -10,8 +10,7 @@ from numba.core.registry import CPUDispatcher
 
 
 def loaded() -> dict[str, int]:
-    """By compiled loop of this project, for how many types of arguments this process has machine
-    code."""
+    """Compiled loops of this project, by the number of argument types with machine code here."""
     return {
         f"{module}.{key}": len(value.signatures)
         for module, holder in list(sys.modules.items())

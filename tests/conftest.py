@@ -59,8 +59,7 @@ transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ports and a folder of this process's own for the Rays that it starts. A process that only
-    shares the tests out has none: those that it starts would take its variables for settings."""
+    """Ports and a folder for this process's Rays; the process that distributes has none."""
     if not config.getoption("numprocesses", None):
         private_dir = make_private_dir()
         atexit.register(shutil.rmtree, private_dir, ignore_errors=True)
@@ -81,10 +80,7 @@ _GROUPS = ("own_ray", "ray", "vllm")
 
 @pytest.hookimpl(tryfirst=True)  # before what shares the tests out reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes test, one of them runs all on the Ray that tests share, another all
-    that starts Rays of its own, and a third all that imports vLLM, each one test after the other;
-    the rest is shared out by file. What takes longest begins first, so that no process is left with
-    a long file at the end. In a single process the shared Ray is started once, too."""
+    """The shared Ray, own Rays and vLLM each in one process, the longest first."""
     for item in items:
         marked = (mark for mark in _GROUPS if item.get_closest_marker(mark))
         item.add_marker(pytest.mark.xdist_group(next(marked, str(item.path))))
@@ -103,8 +99,7 @@ def _begins(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported stays: no search for garbage looks through it again. Each
-    process collects all files, so what takes seconds to import is imported where a test uses it."""
+    """Freeze what all tests have imported, so no garbage search looks through it again."""
     if found := sys.modules.keys() & {"schemathesis", "torch", "transformers", "vllm"}:
         raise pytest.UsageError(f"imported by a file of tests, not where it is used: {found}")
     gc.collect()
@@ -113,8 +108,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Actors that tests start find their loops compiled, so none waits for a compiler; and the
-    shared Ray has ended before a process starts another one."""
+    """Compile loops before actors start, and end the shared Ray before another one starts."""
     if item.get_closest_marker("ray"):
         _compile()
     if item.get_closest_marker("own_ray"):

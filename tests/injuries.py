@@ -1,11 +1,4 @@
-"""Fault injection for a running application: kills or freezes the processes of its parts.
-
-A frozen process (SIGSTOP) is alive and does nothing: its connections stay open and no peer gets an
-error. To its peers, a hung driver, a paused virtual machine and a lost network look the same.
-
-For an application on this machine, from the process that has joined its Ray. Parts are found in
-Ray's own state, not by querying them: a frozen part would not answer.
-"""
+"""Kills or freezes (SIGSTOP) the processes of an application's parts, found in Ray's own state."""
 
 from __future__ import annotations
 
@@ -31,23 +24,13 @@ class MissingError(LookupError):
 
 
 class Process:
-    """A process of the system with all processes that it has started so far, killed and frozen
-    together.
-
-    Args:
-        members: at least one, itself last.
-    """
+    """A process with all processes that it has started so far, itself last in ``members``."""
 
     def __init__(self, members: Sequence[psutil.Process]) -> None:
         self._members = members
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """A process of this machine by its id.
-
-        Raises:
-            MissingError: there is no such process.
-        """
         try:
             process = psutil.Process(pid)
             return cls([*process.children(recursive=True), process])
@@ -56,32 +39,26 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The id of the process itself."""
         return int(self._members[-1].pid)
 
     @property
     def runs(self) -> bool:
-        """Whether the process itself still exists; a frozen one does."""
         member = self._members[-1]
         with suppress(psutil.NoSuchProcess):
             return bool(member.is_running()) and member.status() != psutil.STATUS_ZOMBIE
         return False
 
     def kill(self) -> None:
-        """Kill all members at once, as the loss of a machine does."""
         self._send(signal.SIGKILL)
 
     def freeze(self) -> None:
-        """Freeze all members. A caller that may be interrupted uses :meth:`frozen`."""
         self._send(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Resume all members that still exist."""
         self._send(signal.SIGCONT)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Freeze all members until the block ends, however it ends."""
         self.freeze()
         try:
             yield
@@ -89,11 +66,6 @@ class Process:
             self.thaw()
 
     def engine(self) -> Process:
-        """The processes that a replica has started: the engine, if it has its own process.
-
-        Raises:
-            MissingError: it has started none, as with a simulated engine.
-        """
         if len(self._members) == 1:
             raise MissingError(f"process {self.pid} has started no other: no engine of its own")
         return Process(self._members[:-1])
@@ -105,11 +77,7 @@ class Process:
 
 
 def replica(replica_id: str) -> Process:
-    """A replica, by its name in the answers' ``x-sluice-replica`` and in the controller's snapshot.
-
-    Raises:
-        MissingError: no replica of this name is alive. The functions below raise it likewise.
-    """
+    """A replica by its name in ``x-sluice-replica``. Raises MissingError, as all of these do."""
     return _one(each for each in _actors("serve") if each["Name"].endswith(f"#{replica_id}"))
 
 
@@ -167,7 +135,6 @@ def scale(replicas: int, app: str = "sluice", role: Role = "mixed") -> None:
 
 
 def _actors(namespace: str) -> list[dict[str, Any]]:
-    """Ray's rows of the living actors of a namespace that have a name."""
     # Ray's public API for this needs the dashboard, which our application starts without.
     from ray._private.state import state
 

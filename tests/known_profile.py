@@ -1,5 +1,4 @@
-"""A latency profile for engines in tests: one that is given to an engine it need not measure at its
-start, which takes seconds and says little on a busy machine."""
+"""A latency profile for engines in tests, which then need not measure at their start."""
 
 from __future__ import annotations
 

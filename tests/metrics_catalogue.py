@@ -53,19 +53,16 @@ def catalogue() -> dict[str, Family]:
 
 
 def _families(collector: Any) -> list[tuple[str, Family]]:
-    """What a collector has; one with labels but without a value shows them nowhere else."""
     own = getattr(collector, "_labelnames", None)
     return [_family(metric, own) for metric in collector.collect()]
 
 
 def _family(metric: Any, labels: Any = None) -> tuple[str, Family]:
-    """``labels``: of the collector, where that has them and not the metric."""
     name = metric.name + "_total" if metric.type == "counter" else metric.name
     return name, Family(metric.type, frozenset(metric._labelnames if labels is None else labels))
 
 
 def _of_controller() -> list[Any]:
-    """The families that the observer writes of the controller."""
     figures = Controller(ControllerConfig()).figures()
     try:
         figures.send(None)

@@ -25,7 +25,6 @@ class Collector(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
 
     def of_trace(self, trace: str) -> dict[str, tuple[str, Span]]:
-        """The spans of a trace by name."""
         return {
             span.name: (service, span)
             for service, span in list(self.spans)
@@ -50,8 +49,7 @@ class _Take(BaseHTTPRequestHandler):
         self.send_header("content-type", "application/x-protobuf")
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: it is no news."""
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 @contextmanager

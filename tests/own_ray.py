@@ -24,20 +24,17 @@ class SharedRay:
         self._folder = ""
 
     def start(self) -> None:
-        """Idempotent."""
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="sluice-")
             _start(num_cpus=32, folder=self._folder)
             start_serve()
 
     def clear(self) -> None:
-        """End all applications and their controllers."""
         for name in serve.status().applications:
             serve.delete(name)
         _end_controllers()
 
     def end(self) -> None:
-        """Stop it, if it runs: a process has no other Ray beside it."""
         if self._folder:
             serve.shutdown()
             ray.shutdown()
@@ -64,7 +61,6 @@ def _start(num_cpus: int, folder: str) -> None:
 
 
 def _end_controllers() -> None:
-    """Kill the controllers, which outlive their applications, and wait until they are gone."""
     deadline = time.monotonic() + 120
     while True:
         named = ray.util.list_named_actors(all_namespaces=True)

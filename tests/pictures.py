@@ -1,11 +1,6 @@
-"""The pictures in the documents that show what Sluice does; ``make pictures`` makes them again.
+"""The pictures of the documents, by ``make pictures``: the live page and the chart of the peers.
 
-- ``docs/page.png``: the live page over two simulated replicas that get more than they can serve in
-  time. Takes about two minutes.
-- ``docs/peers.svg``: attainment against load, of the results in ``docs/results/peers.json``.
-
-Each picture has a digest of what it was made from, so a test notices when that has changed.
-"""
+Each picture has a digest of what it was made from, so a test notices when that has changed."""
 
 from __future__ import annotations
 

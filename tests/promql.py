@@ -12,10 +12,7 @@ Asked = tuple[str, set[str]]
 
 
 def metrics_in(expression: Any, outer: frozenset[str] = frozenset()) -> Iterator[Asked]:
-    """Every series with the labels that selectors, aggregations and matching ask of it.
-
-    ``outer`` are labels that must survive, because something around it groups by them.
-    """
+    """Every series with its labels; ``outer`` must survive, as something around groups by them."""
     kind = type(expression)
     if kind is promql.VectorSelector:
         matched = {matcher.name for matcher in expression.matchers.matchers}

@@ -1,5 +1,4 @@
-"""A small Whisper with random weights and a tokenizer of single bytes, made without any download:
-it hears nothing, but it is a real model of a real architecture."""
+"""A small Whisper with random weights and a tokenizer of bytes, made without any download."""
 
 from __future__ import annotations
 

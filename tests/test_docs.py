@@ -1,5 +1,3 @@
-"""The documents name what the code has, and what they tell to run runs."""
-
 from __future__ import annotations
 
 import json

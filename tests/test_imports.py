@@ -1,6 +1,3 @@
-"""Imports run downward only: ``deploy -> router -> controller -> scheduling`` and
-``deploy -> replica -> scheduling``. Modules are named without ``sluice.`` here, the root of all."""
-
 import ast
 import sys
 from graphlib import TopologicalSorter
@@ -49,18 +46,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "telemetry",
     ),
 }
-"""Per package, the modules of ours that it may import, with all that is below them. What names a
-package within another holds for that one in place of the other's."""
+"""What each package may import; a package within another has its own in place of the other's."""
 
 SCHEDULING_LIBRARIES = sys.stdlib_module_names | {"numpy", "pydantic", "numba", "msgspec"}
 """The only other imports of ``scheduling``, which must run anywhere."""
 
 
 def imported(module: str, source: str, is_package: bool) -> list[tuple[int, str]]:
-    """Line and full name of everything that ``source``, the code of ``module``, imports.
-
-    ``from a import b`` counts as ``a.b``, as ``b`` can be a module.
-    """
+    """Line and full name of everything that ``source`` imports; ``from a import b`` is ``a.b``."""
     names: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

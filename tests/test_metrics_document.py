@@ -1,5 +1,3 @@
-"""The document of the metrics against what the processes really have."""
-
 from __future__ import annotations
 
 import re

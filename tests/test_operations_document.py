@@ -1,5 +1,3 @@
-"""The runbook names what there is."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The pictures in the documents show what is there now."""
-
 from __future__ import annotations
 
 from PIL import Image

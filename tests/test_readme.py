@@ -1,6 +1,3 @@
-"""Every command and every file of the newcomer's path, the README and the page that it leads to, is
-run or checked as it stands there."""
-
 from __future__ import annotations
 
 import re
@@ -25,8 +22,7 @@ GUIDE = ROOT / "docs" / "getting-started.md"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[str]:
-    """`sluice serve` as `make serve` starts it, but on a free port and with one replica, as other
-    tests have two real engines; its address."""
+    """The address of ``sluice serve`` as ``make serve`` starts it, with one replica."""
     port = free_port()
     process = subprocess.Popen(
         [BIN / "sluice", "serve", "--port", str(port), "--replicas", "1"],

@@ -1,5 +1,3 @@
-"""What SECURITY.md and docs/security.md say is so."""
-
 from __future__ import annotations
 
 import re

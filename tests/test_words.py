@@ -1,8 +1,3 @@
-"""The words of sources and documents: one term for each thing, and plain sentences.
-
-The list holds phrases that a reader had to decode, each with what to write in its place.
-"""
-
 from __future__ import annotations
 
 import re

@@ -1,17 +1,9 @@
 """On which versions of vLLM this checkout runs: ``make versions``.
 
-Each version gets an environment of its own below ``build/versions``: this one by hard links, which
-takes seconds and no disk, with another vLLM and the requirements of that. There it runs the
-contract tests: the checks at start, real vLLM schedulers with one and two batches in flight, and a
-real engine with its OpenAI serving layers.
-
-Where no index has the PyTorch that a CPU build needs, PyPI's takes its place: it is built for CUDA,
-takes 5 GB with what it needs, and computes on CPUs, too. Without both the one that is installed
-stays. Then no engine runs, as the compiled operators do not load. Where the package index has no
-CPU build, the Python code of the CUDA build runs with the operators of the CPU build that is
-installed here: the CUDA build's own need a GPU. The engine runs there only if the version is newer
-than the operators. Its failure may be due to them.
-"""
+Each version gets an environment below ``build/versions``, this one by hard links with another vLLM,
+and runs the contract tests. Where no index has the PyTorch of a CPU build, PyPI's CUDA build is
+taken; without both no engine runs. Where there is no CPU build of vLLM, the Python code of the CUDA
+build runs with the operators of the CPU build installed here."""
 
 from __future__ import annotations
 
@@ -119,7 +111,6 @@ class Environment:
         self._variables: dict[str, str] = {}
 
     def outcome(self, features: bool) -> Outcome:
-        """Install the version, and run its tests; those of ``features``, too, if it has them."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.link(Path(sys.prefix))
         operators = self._operators()
@@ -156,7 +147,6 @@ class Environment:
         shutil.copytree(prefix, self._venv, symlinks=True, copy_function=os.link)
 
     def remove(self) -> None:
-        """Remove the environment; the logs stay."""
         shutil.rmtree(self._venv, ignore_errors=True)
 
     def _tests(self, name: str, files: Iterable[str], *options: str) -> tuple[bool, str]:
@@ -234,12 +224,10 @@ class Environment:
 
 
 def _needed(each: Requirement) -> bool:
-    """Whether a CPU build needs a requirement of its own."""
     return each.name not in _COMPANIONS
 
 
 def _needed_but_torch(each: Requirement) -> bool:
-    """Whether a CPU build needs a requirement of its own, other than torch."""
     return _needed(each) and each.name != "torch"
 
 
@@ -250,7 +238,6 @@ def _portable(each: Requirement) -> bool:
 
 
 def _plain(found: Iterable[Requirement]) -> list[str]:
-    """Requirements for this platform as arguments of ``pip``."""
     here = [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
     for each in here:
         each.marker = None

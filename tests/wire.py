@@ -30,13 +30,11 @@ class Wire:
     there: str
 
     def cut(self) -> None:
-        """Send all packets to nobody."""
         nobody = ("lladdr", _NOBODY, "nud", "permanent")
         _ip("neigh", "replace", self.there, "dev", self._near, *nobody)
         _ip("-n", self.namespace, "neigh", "replace", self.here, "dev", self._far, *nobody)
 
     def mend(self) -> None:
-        """Let them through again. Idempotent."""
         with suppress(subprocess.CalledProcessError):
             _ip("neigh", "del", self.there, "dev", self._near)
             _ip("-n", self.namespace, "neigh", "del", self.here, "dev", self._far)
@@ -50,7 +48,6 @@ class Wire:
         return f"far{self.number}"
 
     def lay(self) -> None:
-        """Make it."""
         _ip("link", "add", self._near, "type", "veth", "peer", "name", self._far)
         _ip("link", "set", self._far, "netns", self.namespace)
         _ip("addr", "add", f"{self.here}/30", "dev", self._near)
@@ -70,7 +67,6 @@ class Network:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """The words before a command that is to run in it."""
         return ("ip", "netns", "exec", self.name)
 
 

@@ -1,5 +1,3 @@
-"""What Serve is told of the application."""
-
 from __future__ import annotations
 
 import re
@@ -79,27 +77,11 @@ def test_by_default_each_worker_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     ("args", "replica", "fault"),
     [
         (ON_RAY, {"num_gpus": 2}, "replica.num_gpus: must be 4"),
-        (ON_RAY, {"max_per_node": 1}, "replica.max_per_node: cannot be set with"),
         (ON_RAY, {"placement_strategy": "SPREAD"}, "'PACK' or 'STRICT_PACK'"),
         ({"tensor-parallel-size": 4}, {"num_gpus": 2}, "replica.num_gpus: must be at least 4"),
         ({"pipeline-parallel-size": "x"}, {}, "pipeline-parallel-size must be a whole number"),
         ({"data-parallel-size": 0.5}, {}, "data-parallel-size must be a whole number"),
         ({"data-parallel-size": 2}, {"num_gpus": 1}, "replica.num_gpus: must be at least 2"),
-        (
-            {"data-parallel-size": 2},
-            {"autoscaling": {"max_replicas": 2}},
-            "with data-parallel-size above 1, replica.autoscaling must be off",
-        ),
-        (
-            {"data-parallel-size": 2},
-            {"pools": {"prefill": {}, "decode": {}}},
-            "KV transfer, and pools for prefill and decode, must be off",
-        ),
-        (
-            {**ON_RAY, "data-parallel-size": 2},
-            {},
-            "distributed-executor-backend may not be ray",
-        ),
         ({}, {"node_labels": {"ray.io/tpu-topology": "4x4"}}, "ray.io/tpu-topology asks for TPUs"),
         (
             {},

@@ -1,5 +1,3 @@
-"""The bridge to Serve's autoscaler: what Serve hands in, and what it gets, without a cluster."""
-
 from __future__ import annotations
 
 import logging

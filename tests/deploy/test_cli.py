@@ -1,23 +1,47 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
 
+from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.deploy.cli import main
+from sluice.deploy.commands import admin
+from sluice.deploy.commands.offline import all_policies
 from sluice.deploy.commands.options import Exit, Failure
-from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import StartError, curl_line, own_sigterm, running, stop_signals
+from sluice.deploy.commands.serve import with_batches_folder
+from sluice.deploy.config import SluiceConfig, parse_config
+from sluice.deploy.local import (
+    LocalRun,
+    StartError,
+    curl_line,
+    local_runs,
+    noted,
+    own_sigterm,
+    running,
+    stop_signals,
+)
 from sluice.deploy.ray_start import TUNED, free_port
+from sluice.deploy.tables import print_table
+from sluice.router.tenancy.auth import KeyRing
 from sluice.scheduling import admission, autoscaling, batching, routing
+from tests.documents import ROOT, rows, section
 
 
 def test_the_command_line_imports_a_command_when_asked_and_none_imports_ray() -> None:
@@ -207,3 +231,361 @@ def test_a_start_that_fails_touches_no_other_cluster(monkeypatch: pytest.MonkeyP
     ):
         pytest.fail("it started")
     assert asked == ["local"]
+
+
+# Cli document.
+
+
+CLI = ROOT / "docs" / "cli.md"
+
+
+def paths(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command below ``command``, by its words."""
+    if not isinstance(command, click.Group):
+        yield words
+        return
+    for name, each in children(command).items():
+        yield from paths(each, (*words, name))
+
+
+def children(group: click.Group) -> dict[str, click.Command]:
+    """The commands of a group, also those that it imports where they are asked for."""
+    context = click.Context(group)
+    found = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: command for name, command in found.items() if command is not None}
+
+
+COMMANDS = list(paths(main))
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert set(rows(section(CLI, "The command line"))) == set(children(main))
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    table = section(CLI, "For scripts")
+    listed = [
+        (int(code), name) for code, name in re.findall(r"(?m)^\| (\d+) \| ([\w ]+) \|", table)
+    ]
+    assert listed == [(code.value, code.name.lower().replace("_", " ")) for code in Exit]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(main, [*words, "--help"])
+    assert shown.exit_code == Exit.OK
+    assert "Example" in shown.output
+    assert f"sluice {' '.join(words)}" in shown.output.partition("Example")[2]
+
+
+@pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)
+def test_an_unknown_option_is_a_matter_of_usage(words: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(main, [*words, "--no-such-option"]).exit_code == Exit.USAGE
+
+
+# Keys command.
+
+
+def accepts(path: Path, key: str) -> str:
+    client = KeyRing([], path).check([(b"authorization", b"Bearer " + key.encode())])
+    return client.name
+
+
+def test_a_new_key_opens_with_the_entry_that_came_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    made = [CliRunner().invoke(main, ["keys", "new", "--name", name]) for name in ("a", "b")]
+    path.write_text("".join(result.stderr for result in made))
+    keys = [result.stdout.strip() for result in made]
+    assert [accepts(path, key) for key in keys] == ["a", "b"]
+    assert len(set(keys)) == 2 and min(map(len, keys)) > 40
+    assert not any(key in path.read_text() for key in keys)
+    checked = CliRunner().invoke(main, ["keys", "check", str(path), "--json"])
+    assert json.loads(checked.stdout) == {"valid": True, "accepted": 2, "problem": None}
+
+
+def test_the_digest_of_a_key_from_standard_input(tmp_path: Path) -> None:
+    path, key = tmp_path / "keys.yaml", "a-key-of-more-than-20-characters"
+    for line in (key, f"{key}\n", f"{key}\r\nsomething else"):
+        result = CliRunner().invoke(main, ["keys", "hash", "--name", "acme"], input=line)
+        assert result.exit_code == 0, result.output
+        assert key not in result.output
+        path.write_text(result.stdout)
+        assert accepts(path, key) == "acme"
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "says"),
+    [
+        ("", [], "not empty"),
+        ("two words", [], "without spaces"),
+        ("clé", [], "printable ASCII"),
+        ("****", [], "asterisks"),
+        ("good-key", ["--name", "two words"], "must match"),
+        ("good-key", ["--name", "unnamed"], "must match"),
+    ],
+)
+def test_what_is_no_key_has_no_digest(line: str, options: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, ["keys", "hash", *options], input=line)
+    assert result.exit_code != 0
+    assert says in result.stderr
+    assert result.stdout == ""
+    assert "good-key" not in result.output
+
+
+def test_a_short_key_is_warned_of() -> None:
+    result = CliRunner().invoke(main, ["keys", "hash"], input="short")
+    assert result.exit_code == 0
+    assert "this key is short" in result.stderr
+
+
+def test_a_wrong_file_is_told_with_an_exit_code(tmp_path: Path) -> None:
+    path, config = tmp_path / "keys.yaml", tmp_path / "sluice.yaml"
+    path.write_text("- {key: s3cret-s3cret-s3cret, limits: {classes: [gold]}}\n")
+    result = CliRunner().invoke(main, ["keys", "check", str(path)])
+    assert result.exit_code == Exit.FAILED
+    assert "['gold']" in result.stderr and "s3cret" not in result.output
+    config.write_text("router: {default_class: gold, classes: {gold: {}}}\n")
+    result = CliRunner().invoke(main, ["keys", "check", str(path), "--config", str(config)])
+    assert result.exit_code == 0, result.output
+    assert "valid, 1 keys are accepted" in result.stdout
+    result = CliRunner().invoke(main, ["keys", "check", str(path), "--opens", "admin"])
+    assert result.exit_code == Exit.FAILED
+    assert "may have only key or sha256, and name" in result.stderr
+    path.write_text("- {key: s3cret-s3cret-s3cret, name: me}\n")
+    result = CliRunner().invoke(main, ["keys", "check", str(path), "--opens", "admin"])
+    assert result.exit_code == 0, result.output
+
+
+# Local runs.
+
+
+KEPT = LocalRun(address="http://127.0.0.1:8123", key="a-key")
+KILLED = """
+import os, signal
+from sluice.deploy.local import LocalRun, noted
+with noted(LocalRun(address="http://127.0.0.1:8124", key="old")):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "sluice"
+
+
+def test_a_run_is_found_while_it_lasts_by_its_user_only(state: Path) -> None:
+    assert local_runs() == []
+    with noted(KEPT):
+        assert local_runs() == [KEPT]
+        (note,) = state.iterdir()
+        assert note.stat().st_mode & 0o777 == 0o600
+        assert state.stat().st_mode & 0o777 == 0o700
+        note.chmod(0o644)  # somebody else may have written or read it
+        assert local_runs() == []
+    assert list(state.iterdir()) == []
+
+
+def test_the_note_of_a_killed_run_is_removed(state: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED], check=False, env=dict(os.environ))
+    assert len(list(state.iterdir())) == 1
+    assert local_runs() == []
+    assert list(state.iterdir()) == []
+
+
+def test_a_note_that_says_something_else_is_left_out(state: Path) -> None:
+    with noted(KEPT):
+        (note,) = state.iterdir()
+        note.write_text(json.dumps({"address": 8123}))
+        assert local_runs() == []
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing_from_being_served(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/no-such-folder")
+    with noted(KEPT):
+        assert local_runs() == []
+
+
+class Asked:
+    """In place of a server: what it is asked with."""
+
+    given: tuple[str, str | None] = ("", None)
+
+    def __init__(self, address: str, key: str | None) -> None:
+        type(self).given = (address, key)
+        self.address = address
+
+    def ask(self, *_: object) -> object:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ([], (KEPT.address, "a-key")),
+        (["--address", "http://localhost:8123"], ("http://localhost:8123", "a-key")),
+        (["--key", "mine"], (KEPT.address, "mine")),
+        (["--address", "http://elsewhere:8123"], ("http://elsewhere:8123", None)),
+    ],
+)
+def test_commands_find_the_address_and_the_key_of_this_users_run_only(
+    words: list[str], given: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "JsonServer", Asked)
+    for name in ("SLUICE_ADDRESS", "SLUICE_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with noted(KEPT):
+        CliRunner().invoke(main, ["status", *words])
+    assert Asked.given == given
+
+
+def test_of_several_runs_the_user_has_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = LocalRun(address="http://127.0.0.1:8125", key=None)
+    monkeypatch.setattr(admin, "local_runs", lambda: [KEPT, other])
+    monkeypatch.delenv("SLUICE_ADDRESS", raising=False)
+    result = CliRunner().invoke(main, ["status"])
+    assert result.exit_code == Exit.USAGE
+    assert KEPT.address in result.output and other.address in result.output
+
+
+# Batches folder.
+
+
+def test_it_is_private_and_found_again_on_the_same_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    config = parse_config({"router": {"port": 8123}})
+    folder = tmp_path / "state" / "sluice" / "batches" / "8123"
+    for _ in range(2):
+        assert with_batches_folder(config).router.batches.directory == folder
+    assert [each.stat().st_mode & 0o777 for each in (folder, *folder.parents[:2])] == [0o700] * 3
+
+
+def test_what_is_configured_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    own = parse_config({"router": {"batches": {"directory": str(tmp_path / "own")}}})
+    without_class = parse_config({"router": {"classes": {"chat": {}}, "default_class": "chat"}})
+    for config in (own, without_class):
+        assert with_batches_folder(config) == config
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_place_to_keep_them_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/no-such-folder")
+    assert with_batches_folder(SluiceConfig()) == SluiceConfig()
+
+
+# Tables.
+
+
+WIDTH = 80
+
+
+def row(replica_id: str, model: str, **fields: Any) -> dict[str, Any]:
+    """A replica as the admin API has it, with large figures."""
+    return {
+        **{"replica_id": replica_id, "model": model, "role": "prefill", "condition": "quarantined"},
+        **{"drain": None, "report_age_ms": 120_000.0, "waiting": 2_048, "running": 256},
+        "quarantine": {"reason": "failed", "state": "open", "since_ms": 9.0, "retry_in_ms": None},
+        **{"reserved": 0, "prefill_ms": 98_765.4, "kv_usage": 0.987, "pab_tokens": 98_765.0},
+        **{"last_step_ms": 432.1, "predicted_step_ms": 431.9, "preemptions": 12_345},
+        **fields,
+    }
+
+
+def of_class(name: str, model: str) -> dict[str, Any]:
+    return {
+        **{"class": name, "model": model, "requests": 1_234_567, "attainment": 0.9876},
+        **{"tdg": 0.9876, "ttft_ms": {"p50": 12_345.6, "p95": 123_456.7}},
+        "admission": {"guaranteed": 1_234_567, "best_effort": 123_456, "refused": 12_345},
+    }
+
+
+MODELS = ("m", "meta-llama/Llama-3.3-70B-Instruct-with-a-long-name")
+FLEET = {
+    "models": {
+        model: {"up": True, "policy": "most_gain", "admission": "pab", "decision_ms": {"p99": 1.25}}
+        for model in MODELS
+    },
+    "unavailable": [],
+    "replicas": [
+        each
+        for model in MODELS
+        for each in (
+            row("k3jx8w2p", model),
+            row("w81qz0sd", model, role="decode", condition="fresh", quarantine=None),
+        )
+    ],
+    "classes": [of_class("interactive", model) for model in MODELS],
+}
+
+
+class Answers:
+    """In place of a server."""
+
+    address = "http://127.0.0.1:8000"
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def ask(self, *_: object) -> object:
+        return FLEET
+
+
+def lines_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    monkeypatch.setattr(admin, "JsonServer", Answers)
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_the_tables_of_a_fleet_fit(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = lines_of(monkeypatch, command)
+    shown = " ".join(lines).split()
+    for text in (
+        *("k3jx8w2p", "w81qz0sd", "prefill", "decode", "quarantined", "failed", "2048", "12345"),
+        *("98,765", "99%", "432.1", "431.9", "1,234,567", "98.8%", "12,346", "123,457"),
+        *("interactive", "123,456", "12,345", MODELS[1]),
+    ):
+        assert text in shown
+    tables = lines if command == "top" else lines[lines.index("m") :]
+    assert all(cell_len(line) <= WIDTH for line in tables)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("policies",), [each.name for each in all_policies()]),
+        (("bench", "list"), list(EXPERIMENTS)),
+    ],
+    ids=["policies", "bench list"],
+)
+def test_lists_fit_and_name_everything(
+    words: tuple[str, ...], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = lines_of(monkeypatch, *words)
+    shown = " ".join(lines).split()
+    assert set(names) <= set(shown)
+    assert "…" not in " ".join(lines)
+    assert all(cell_len(line) <= WIDTH for line in lines)
+
+
+def test_options_of_policies_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = " ".join(lines_of(monkeypatch, "policies")).split()
+    assert {name for each in all_policies() for name in each.options} <= set(shown)
+
+
+@pytest.mark.parametrize("width", [20, 80, 200])
+def test_no_word_is_cut_whatever_the_width(width: int) -> None:
+    table = Table("a name", "another, %")
+    table.add_row("interactive-with-a-long-name", "[red]123,456.7 ± 0.3")
+    out = io.StringIO()
+    print_table(table, Console(file=out, width=width))
+    assert {"interactive-with-a-long-name", "123,456.7", "0.3", "another,"} <= set(
+        out.getvalue().split()
+    )

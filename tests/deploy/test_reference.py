@@ -1,5 +1,3 @@
-"""What is written from the code into the documents says what the code does."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""TLS at a router: streams, clients that leave, a renewed certificate."""
-
 from __future__ import annotations
 
 import asyncio

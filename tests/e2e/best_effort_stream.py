@@ -1,5 +1,4 @@
-"""A best-effort stream at an application of one vLLM replica: promised requests take its memory,
-and the client sees one uninterrupted stream with the text of an undisturbed run."""
+"""A best-effort stream whose memory promised requests take ends with the undisturbed text."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ import httpx
 from tests.e2e.conftest import System, wait_until
 
 BLOCKS = 136
-"""KV blocks of 32 tokens of the replica: the long answer begins with 63, a promised request takes
-95."""
+"""KV blocks of 32 tokens: the long answer begins with 63, a promised request takes 95."""
 
 _EVICTIONS = "sluice_best_effort_evictions_total"
 
@@ -64,8 +62,6 @@ def check_best_effort(serving: System) -> None:
 
 
 def _stream(serving: System, when_begun: Callable[[], None]) -> tuple[str, httpx.Headers]:
-    """The text of the long answer and its headers; ``when_begun`` is called after ten chunks, while
-    the stream is open."""
     text, chunks, done = "", 0, False
     url = f"{serving.url}/v1/completions"
     with httpx.stream("POST", url, json=LONG, timeout=120) as answer:
@@ -87,7 +83,6 @@ def _stream(serving: System, when_begun: Callable[[], None]) -> tuple[str, httpx
 
 
 def _promised(serving: System) -> list[httpx.Response]:
-    """Answers of the promised requests, one after the other: the memory holds one at a time."""
     url, answers = f"{serving.url}/v1/completions", []
     for body in PROMISED:
         answers.append(httpx.post(url, json=body, timeout=120))
@@ -97,12 +92,10 @@ def _promised(serving: System) -> list[httpx.Response]:
 
 
 def _requests(serving: System) -> int:
-    """At the replicas, as the controller knows."""
     return sum(each["waiting"] + each["running"] for each in serving.snapshot()["replicas"])
 
 
 def _evictions(serving: System) -> float:
-    """What the metrics page says of the whole fleet."""
     page = httpx.get(f"{serving.url}/metrics", timeout=120).text
     lines = [line for line in page.splitlines() if line.startswith(_EVICTIONS)]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

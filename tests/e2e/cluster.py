@@ -1,5 +1,4 @@
-"""A Ray cluster of several nodes on this machine, started with Ray's own commands and reached as an
-operator reaches it: with a token, over its dashboard, with ``sluice``."""
+"""A Ray cluster of several nodes on this machine, by Ray's own commands, with a token."""
 
 from __future__ import annotations
 
@@ -41,11 +40,7 @@ _FAST = {
 
 
 class Cluster:
-    """Nodes by name. The head does no work, as `deploy/ray/` and the chart have it.
-
-    Attributes:
-        wires: what joins a node to the others that has a network of its own.
-    """
+    """Nodes by name; the head does no work. ``wires`` joins a node with a network of its own."""
 
     def __init__(self) -> None:
         self.wires: dict[str, Wire] = {}
@@ -59,8 +54,6 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the head, and Serve."""
-
         def runs() -> bool:
             self._keep_starting(
                 HEAD,
@@ -76,12 +69,6 @@ class Cluster:
         self.wait(lambda: self._answers("PUT", "/api/serve/applications/", serve), "Serve runs")
 
     def add_node(self, name: str, *more: str, cpus: int = 4, apart: bool = False) -> None:
-        """Start a worker node, and wait until it has joined.
-
-        Args:
-            more: options of ``ray start``.
-            apart: on a network of its own, of which ``wires`` has the cable.
-        """
         address = f"{ray.util.get_node_ip_address()}:{self.gcs_port}"
         options = [f"--address={address}", f"--num-cpus={cpus}", *more]
         inside: tuple[str, ...] = ()
@@ -97,9 +84,6 @@ class Cluster:
         self.wait(joined, f"node {name} has joined")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Return once ``condition`` holds. A look costs the cluster some work, so they are few.
-        While nodes come and go, Ray's dashboard cannot always tell: not yet, then."""
-
         def holds() -> bool:
             try:
                 return condition()
@@ -109,31 +93,25 @@ class Cluster:
         wait_until(holds, what, START_S, every_s=0.5)
 
     def kill_node(self, name: str) -> None:
-        """Let a node vanish with all that runs on it."""
         self._end(self.nodes.pop(name))
 
     def node_names(self) -> dict[str, str]:
-        """The nodes that live: id -> name."""
         rows = self._listed("nodes")
         return {row["node_id"]: row["node_name"] for row in rows if row["state"] == "ALIVE"}
 
     def node_of_actor(self, name: str) -> str | None:
-        """The id of the node where an actor lives; ``None`` while it does not."""
         rows = [row for row in self._listed("actors") if row["name"] == name]
         return next((row["node_id"] for row in rows if row["state"] == "ALIVE"), None)
 
     def placement_groups(self) -> dict[str, dict[str, Any]]:
-        """The placement groups that exist: id -> what Ray's state API says."""
         rows = self._listed("placement_groups")
         return {row["placement_group_id"]: row for row in rows if row["state"] != "REMOVED"}
 
     def actors(self, name: str) -> list[dict[str, Any]]:
-        """The actors of a class that live."""
         rows = self._listed("actors")
         return [row for row in rows if row["class_name"] == name and row["state"] == "ALIVE"]
 
     def sluice(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """A command of ours, as an operator of this cluster runs it."""
         return subprocess.run(
             [BIN / "sluice", *words],
             env={
@@ -149,7 +127,6 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """End every process."""
         with self._networks as undo:
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             for name in self.nodes:
@@ -172,7 +149,6 @@ class Cluster:
         return {**kept, **settings, **_FAST, **own}
 
     def _keep_starting(self, name: str, *options: str, inside: tuple[str, ...] = ()) -> None:
-        """Start a node that does not run: Ray gives it 30 s, and a busy machine may need more."""
         if name not in self.nodes or self.nodes[name].poll() is not None:
             self._start_node(name, *options, inside=inside)
 

@@ -21,14 +21,7 @@ _FOLDER = re.compile("=(/tmp/sluice-[^/]+)/")
 
 
 class ServeCommand:
-    """Runs the command with one configuration; it is ready when this has been made.
-
-    Args:
-        fields: of the configuration.
-        folder: for the configuration file and the log.
-        words: further ones of its command line.
-        variables: of its environment.
-    """
+    """``sluice serve`` with a configuration, more ``words`` and ``variables``; ready once made."""
 
     def __init__(self, fields: dict[str, Any], folder: Path, *words: str, **variables: str) -> None:
         self._words = words
@@ -38,20 +31,16 @@ class ServeCommand:
         self.process = self._start()
 
     def start_again(self) -> None:
-        """Start it once more, after it has ended, and wait until it is ready."""
         assert self.process.poll() is not None
         self.process = self._start()
 
     def log(self) -> str:
-        """What it has written to its standard error."""
         return self._log.read_text()
 
     def family(self) -> list[psutil.Process]:
-        """The processes that it has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> None:
-        """Kill every process of it at once."""
         if self.process.poll() is not None:
             return
         # All are stopped first: nothing may restart what has been killed.
@@ -76,7 +65,6 @@ class ServeCommand:
         return process
 
     def _begin(self) -> subprocess.Popen[str]:
-        """The process, once it is ready or has ended."""
         with self._log.open("w") as stderr:
             process = subprocess.Popen(
                 [SLUICE, "serve", "--config", self._config, *self._words],

@@ -21,15 +21,13 @@ from sluice.scheduling.placement.cells import cell_of
 from tests.own_ray import shared_ray
 
 PATIENT = {"stale_after_s": 120}
-"""Of the controller, where a test expects promises: on a busy machine a report comes late, and at a
-silent replica nothing is promised."""
+"""Of a controller whose promises a test expects: reports come late on a busy machine."""
 
 LENIENT = {"stale_after_s": 16}
 """The same where replicas also end without a word, and the controller is to notice."""
 
 ASKING = {"decision_timeout_s": 3}
-"""Of the router, where a test expects promises or the controller's choice: after the usual 0.25 s
-Serve chooses, and nothing is promised."""
+"""Of a router that waits for the controller's choice, however busy the machine."""
 
 
 class System:
@@ -40,26 +38,21 @@ class System:
         self.url = base_url(config)
 
     def controller(self, replica_id: str = "") -> Any:
-        """Handle of the controller actor: of several cells that of a replica, or the first."""
         cell = cell_of(replica_id, self.config.controller.cells) if replica_id else 0
         name = controller_actor_name(self.config.name, cell)
         return ray.get_actor(name, namespace="sluice")
 
     def observer(self) -> Any:
-        """Handle of the observer actor."""
         return ray.get_actor(f"{self.config.name}-observer", namespace="sluice")
 
     def snapshot(self) -> dict[str, Any]:
-        """The controller's view of the fleet; one without replicas while it does not answer."""
         found: dict[str, Any] | None = ray.get(self.observer().snapshot.remote(), timeout=120)
         return found or {"epoch": None, "replicas": []}
 
     def live(self) -> int:
-        """Requests in the engines, as the controller knows."""
         return sum(each["waiting"] + each["running"] for each in self.snapshot()["replicas"])
 
     def scale(self, replicas: int) -> None:
-        """Have Serve start or gracefully stop replicas of the engine."""
         target = DeploymentID(name="Replica", app_name=self.config.name)
         serve_controller = _get_global_client()._controller
         ray.get(serve_controller.update_deployment_replicas.remote(target, replicas), timeout=120)
@@ -72,8 +65,7 @@ def wait_until(
     show: Callable[[], object] = lambda: "",
     every_s: float = 0.1,
 ) -> None:
-    """Return once ``condition`` holds, which is looked at ``every_s`` seconds; after ``timeout_s``
-    fail with what ``show`` says."""
+    """Return once ``condition`` holds; after ``timeout_s`` fail with what ``show`` says."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,5 +1,4 @@
-"""What an operator sees of a running application that has just started: a real Prometheus scrapes
-it, a collector takes its spans over HTTP, and its logs are read from Ray's."""
+"""Prometheus, a span collector and Ray's logs follow an application that has just started."""
 
 from __future__ import annotations
 

@@ -13,5 +13,4 @@ class OpenWorker(CompilingWorker):
     """vLLM loads it by its argument ``worker_cls``."""
 
     def compile_one(self) -> None:
-        """Compile a loop."""
         njit(lambda value: value + 1)(1)

@@ -1,5 +1,4 @@
-"""What the tests of prefill and decode in pools of their own share: who does what, and streams that
-must be whole."""
+"""What tests of prefill and decode pools share."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def wait_until_busy(
     idle: str | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """The replica of a role that has a request, once no replica of the role ``idle`` has one;
-    ``None`` where the request was ``over`` before that was seen."""
+    """The replica of a role with a request once ``idle`` has none; ``None`` if it was ``over``."""
     found: list[str] = []
 
     def look() -> bool:
@@ -81,7 +79,6 @@ class Streamed(NamedTuple):
     headers: httpx.Headers
 
     def served_by(self, serving: System) -> tuple[str, str | None]:
-        """The roles of who answered, and of who computed the prompt if that was another."""
         known = {each["replica_id"]: each["role"] for each in serving.snapshot()["replicas"]}
         first = self.headers.get("x-sluice-prefill-replica")
         return known[self.headers["x-sluice-replica"]], known[first] if first else None
@@ -90,11 +87,7 @@ class Streamed(NamedTuple):
 def stream(
     serving: System, body: dict[str, Any], then: Callable[[int, str], None] = lambda *_: None
 ) -> Streamed:
-    """Stream a completion, and check that nothing of it is missing and nothing there twice.
-
-    Args:
-        then: called with the number of events so far and who answers, after each.
-    """
+    """A completion, checked to be whole; ``then`` gets the number of events and the replica."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     events: list[dict[str, Any]] = []
     done = False
@@ -118,8 +111,7 @@ def stream(
 
 
 def value(serving: System, name: str, label: str = "") -> float:
-    """The sum of a metric, as the page has it now, over the series that have ``label``, such as
-    ``outcome="ok"``."""
+    """The sum of a metric over the series that have ``label``, such as ``outcome="ok"``."""
     page = httpx.get(f"{serving.url}/metrics", timeout=120).text
     lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
     return sum(

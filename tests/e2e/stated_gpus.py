@@ -1,6 +1,4 @@
-"""vLLM's CPU build with the one thing that its executor for Ray lacks there: the name under which
-Ray counts devices. A node states as many GPUs as it shall have workers; all else is vLLM's own. A
-copy of this file is a plugin of vLLM."""
+"""A plugin of vLLM's CPU build: the name of its device for Ray."""
 
 from __future__ import annotations
 

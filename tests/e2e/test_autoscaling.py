@@ -1,5 +1,3 @@
-"""Replicas that come with load and go with silence, down to none, on real Ray and Serve."""
-
 from __future__ import annotations
 
 import threading
@@ -58,8 +56,6 @@ class Clients:
 
     @contextmanager
     def asking(self, count: int, pause_s: float = 0.0) -> Iterator[None]:
-        """So many of them, each with a pause after an answer, until the block ends; then each waits
-        for its last answer."""
         stop = threading.Event()
         threads = [threading.Thread(target=self._ask, args=(stop, pause_s)) for _ in range(count)]
         for thread in threads:
@@ -89,9 +85,6 @@ class Clients:
 
 
 def _wait_for(running: System, count: int, what: str) -> None:
-    """Until so many replicas take requests, as the controller knows: starts and ends take seconds,
-    and each look takes time from them."""
-
     def reached() -> bool:
         replicas = running.snapshot()["replicas"]
         return sum(replica["condition"] == "fresh" for replica in replicas) == count

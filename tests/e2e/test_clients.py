@@ -1,5 +1,3 @@
-"""Several real models behind one endpoint, and the clients that people have."""
-
 from __future__ import annotations
 
 import contextlib
@@ -239,7 +237,6 @@ def test_embeddings_are_scheduled_and_promised(serving: System, http: httpx.Clie
 
 
 def _promises(http: httpx.Client, model: str) -> dict[str, float]:
-    """Promises of a model by what became of them."""
     families = text_string_to_metric_families(http.get("/metrics").text)
     return {
         sample.labels["outcome"]: sample.value

@@ -1,5 +1,3 @@
-"""Tokens travel over the routers' own connections to replicas, also of those that end."""
-
 from __future__ import annotations
 
 import os
@@ -50,7 +48,6 @@ class Streams:
         return replica
 
     def finish(self) -> None:
-        """Wait until all have ended as they must."""
         with self._pool:
             for each in self._ended:
                 each.result(timeout=120)

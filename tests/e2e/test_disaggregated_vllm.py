@@ -1,6 +1,3 @@
-"""Two real vLLM engines, one for prompts, with preemption, and one for answers, streaming through
-the router: the text is that of one engine, whoever dies and when."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

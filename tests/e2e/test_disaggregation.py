@@ -1,5 +1,3 @@
-"""Prefill and decode in pools of their own, on real Ray, Serve and HTTP with simulated engines."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -80,7 +78,6 @@ def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) ->
         wait_until(is_split, "two replicas serve a request")
 
         def kill_at(role: str, idle: str | None = None) -> None:
-            """While a request is there; on a busy machine one may end before that is seen."""
             busy = None
             while busy is None:
                 answer = asked()

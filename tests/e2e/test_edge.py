@@ -1,7 +1,3 @@
-"""The edge of a real application: what of a request's bytes counts, a batch, keys that change and
-rate limits over two routers that share a port and a folder, on real Ray Serve; and what an operator
-sees of it."""
-
 from __future__ import annotations
 
 import asyncio

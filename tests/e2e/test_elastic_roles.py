@@ -1,6 +1,3 @@
-"""Replicas that change their roles while they stream, on real Ray, Serve and HTTP with simulated
-engines."""
-
 from __future__ import annotations
 
 import threading
@@ -49,7 +46,6 @@ class Clients:
 
     @contextmanager
     def asking(self, count: int, words: int, max_tokens: int) -> Iterator[None]:
-        """``count`` of them until the block ends; then each waits for its last stream."""
         stop = threading.Event()
         body = {"model": "sim", "max_tokens": max_tokens}
 

@@ -1,6 +1,3 @@
-"""A replica stops while a promised request waits there, and another one keeps the promise; an
-operator drains replicas, whose streams move; a replica with streams is stopped."""
-
 from __future__ import annotations
 
 import json
@@ -186,8 +183,6 @@ def _busy(serving: System) -> list[str]:
 
 
 def _check_counted(serving: System, victim: str, request_id: str) -> None:
-    """It moved once, its promise was kept, and the log of decisions says so."""
-
     def told() -> dict[str, Any]:
         found: dict[str, Any] = serving.snapshot()["calibration"]
         return found

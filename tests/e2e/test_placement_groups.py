@@ -1,6 +1,3 @@
-"""Where Ray places replicas of several GPUs. Nodes state GPUs that they do not have, which Ray
-reserves like others. The engines are simulated, at the end vLLM's with its executor for Ray."""
-
 from __future__ import annotations
 
 import asyncio
@@ -163,8 +160,6 @@ def real_engine(cluster: Cluster) -> dict[str, Any]:
 def test_workers_on_two_nodes_write_what_one_does_and_one_that_ends_costs_no_request(
     cluster: Cluster, real_engine: dict[str, Any], option: str
 ) -> None:
-    """One replica has both workers on a node, another one has them on two. A worker on the second
-    node is killed while both replicas serve."""
     arguments = {**real_engine["vllm_args"], option: 2, "distributed-executor-backend": "ray"}
     models = {
         "one": {"engine": real_engine, "replica": {"count": 1}},
@@ -178,7 +173,6 @@ def test_workers_on_two_nodes_write_what_one_does_and_one_that_ends_costs_no_req
     apart = [{"left": 2}, {"left": 1, "right": 1}]
 
     def workers() -> dict[int, str]:
-        """The name of each one's node, by its process."""
         names, rows = cluster.node_names(), cluster.actors("RayWorkerProc")
         return {row["pid"]: names[row["node_id"]] for row in rows}
 

@@ -1,6 +1,3 @@
-"""A restart of everything: all processes of ``sluice serve`` end at once, as where a machine loses
-power, and another ``sluice serve`` goes on with the batches in the same folder."""
-
 from __future__ import annotations
 
 import json
@@ -117,7 +114,6 @@ def _of(client: OpenAI, batch: Batch) -> Batch:
 
 
 def _completed(client: OpenAI, batch: Batch) -> Batch:
-    """The batch, once it has ended as it should."""
     ends = ("completed", "failed", "expired", "cancelled")
     wait_until(lambda: _of(client, batch).status in ends, f"{batch.id} ended", WAIT_S)
     ended = _of(client, batch)
@@ -137,14 +133,12 @@ def _output(client: OpenAI, batch: Batch) -> bytes:
 
 
 def _written(directory: Path, batch: Batch) -> list[bytes]:
-    """The results of a batch that were kept, in the order in which its lines ended."""
     with closing(sqlite3.connect(directory / NAME)) as state:
         query = "SELECT entry FROM results WHERE batch_id = ? ORDER BY n"
         return [entry for (entry,) in state.execute(query, (batch.id,))]
 
 
 def _check(output: bytes, bodies: list[dict[str, Any]]) -> None:
-    """Each line is there once, with the text that belongs to its prompt."""
     results = [json.loads(line) for line in output.splitlines()]
     assert sorted(int(each["custom_id"]) for each in results) == list(range(len(bodies)))
     for each in results:

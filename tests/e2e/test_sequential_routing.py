@@ -1,5 +1,3 @@
-"""SLOs-Serve's routing on real Ray: a replica that declines is followed by the next in turn."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ def test_a_replica_that_declines_is_followed_by_the_next_in_turn() -> None:
         wait_until(lambda: len(serving.snapshot()["replicas"]) == 3, "all have reported")
 
         def ask(tokens: int) -> dict[str, Any]:
-            """The decision on a request with a prompt of so many tokens."""
             return _ask(serving, clients.enter_context(_connection(serving)), tokens)
 
         # Of 60 s: 50 s at the first replica, and next to nothing at the two others.

@@ -1,5 +1,3 @@
-"""``sluice serve`` itself, as a user starts it: in any folder, and until something ends it."""
-
 from __future__ import annotations
 
 import os
@@ -30,11 +28,7 @@ FAST = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.1", "OMP_NUM_THREADS": "1"}
 
 
 class Serving:
-    """One `sluice serve` that runs.
-
-    Attributes:
-        family: every process that it had started when it was ready.
-    """
+    """A running ``sluice serve``; ``family`` is every process that it had when it was ready."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.port = free_port()
@@ -73,11 +67,9 @@ class Serving:
         self.family = self.process.children(recursive=True)
 
     def one(self, name: str) -> psutil.Process:
-        """The one process of this name."""
         return the_one(self.family, name)
 
     def wait_end(self) -> int:
-        """The exit code, once it and all that it started have ended and the port is free."""
         code: int = self.process.wait(timeout=120)
 
         def gone() -> bool:
@@ -114,8 +106,7 @@ def _is_free(port: int) -> bool:
 
 
 SHADOWS = ("telemetry.py", "scheduling.py", "random.py", "router/__init__.py", "ray/__init__.py")
-"""Files that stand in for modules of ours, of Ray's and of Python's where their folder is on the
-path. A folder with such files is as good as any."""
+"""Files with names of modules of ours, of Ray's and of Python's, in the working folder."""
 
 AS_MODULE = (sys.executable, "-m", "sluice.deploy.cli")
 
@@ -141,7 +132,6 @@ def serving(folder: Path, *words: str) -> Iterator[Serving]:
 
 
 def _token(it: Serving) -> Path:
-    """The file with Ray's token, in the private folder of the instance."""
     return Path(it.one("raylet").environ()["RAY_AUTH_TOKEN_PATH"])
 
 
@@ -206,7 +196,6 @@ def check_ports(processes: Iterable[psutil.Process]) -> None:
 
 
 def _label(process: psutil.Process) -> str:
-    """The process as the table names it: an actor's class, a script, or a program."""
     words = process.cmdline()
     scripts = [Path(word).name for word in words[:3] if word.endswith(".py")]
     title = words[0].split(".")[0] if words[0].startswith("ray::") else ""

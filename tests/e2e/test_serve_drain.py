@@ -1,5 +1,3 @@
-"""What SIGTERM does to the requests of a `sluice serve`."""
-
 from __future__ import annotations
 
 import json
@@ -55,7 +53,6 @@ class Stream:
         assert self.lines[-2] == "data: [DONE]"
 
     def expect_error(self) -> None:
-        """It ends in an event that says why."""
         self.read.result(timeout=60)
         assert self.entries()[-1]["error"]["code"] == "router_stopping"
         assert "data: [DONE]" not in self.lines
@@ -64,7 +61,6 @@ class Stream:
         assert self.read.exception(timeout=60) is not None
 
     def entries(self) -> list[Any]:
-        """The JSON of its events, without the last word of OpenAI's streams."""
         told = [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
         return [json.loads(each) for each in told if each != "[DONE]"]
 

@@ -1,5 +1,3 @@
-"""An application on a cluster of several nodes: deployed, updated, drained, and a node lost."""
-
 from __future__ import annotations
 
 import json
@@ -93,10 +91,7 @@ def configured(cluster: Cluster) -> set[float]:
 
 
 def outcome_of(url: str, tokens: int) -> str:
-    """How a streamed request ends: answered, refused, told of an error, or cut off.
-
-    ``silent`` is an end that looks like a whole answer and is none.
-    """
+    """How a streamed request ends. ``silent`` looks like a whole answer and is none."""
     body = {"model": "sim", "prompt": "word " * 20, "max_tokens": tokens, "stream": True}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:

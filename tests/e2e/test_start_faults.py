@@ -1,5 +1,3 @@
-"""A `sluice serve` that starts, and whose parts die or hang, or that is told to stop."""
-
 from __future__ import annotations
 
 import re
@@ -75,12 +73,10 @@ class Start:
         return self._err.read_text()
 
     def look(self) -> None:
-        """Take note of the processes that there are."""
         for each in self.process.children(recursive=True):
             self._family[each.pid] = each
 
     def wait_for(self, part: str) -> psutil.Process:
-        """The process of ``part``, once it is there."""
         found: list[psutil.Process] = []
 
         def there() -> bool:
@@ -99,8 +95,6 @@ class Start:
         return found[0]
 
     def wait_ready(self) -> None:
-        """Wait until it serves."""
-
         def ready() -> bool:
             assert self.process.poll() is None, self.err
             return "Ctrl-C stops" in self.err
@@ -109,8 +103,6 @@ class Start:
         self.look()
 
     def end_by_death(self, part: str, moment: str) -> None:
-        """Kill ``part`` once the part ``moment`` is there, too: it says so and fails. Or Ray has
-        started the part again before the others were there: then it serves."""
         self.wait_for(moment)
         self.wait_for(part).kill()
 
@@ -129,19 +121,15 @@ class Start:
         assert "Traceback" not in self.err.rpartition("Error: ")[2]
 
     def end_by_signal(self, part: str, moment: str, number: signal.Signals) -> None:
-        """Freeze ``part`` then, and send the command a signal: it ends."""
         self.wait_for(moment)
         self.wait_for(part).suspend()
         self.process.send_signal(number)
         assert self.wait_end() == Exit.OK
 
     def left(self) -> list[psutil.Process]:
-        """Its processes that run."""
         return [each for each in self._family.values() if runs(each)]
 
     def wait_end(self) -> int:
-        """The exit code, once it has ended in time and nothing is left."""
-
         def ended() -> bool:
             if self.process.poll() is None:
                 self.look()
@@ -165,7 +153,6 @@ def start(folder: Path, *words: str) -> Iterator[Start]:
 
 
 def _cases(*quick: tuple[str, str]) -> list[object]:
-    """Each part at the moment when it is there, and Ray's own at each later one."""
     moments = [(part, part) for part in RAY_PARTS] + [
         (part, moment)
         for part in ("driver", "gcs_server", "raylet")

@@ -1,5 +1,3 @@
-"""A port that another program has, on real Ray: routers share theirs with each other only."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""Two real vLLM engines with a model that reasons: a burst, and stages of an answer."""
-
 from __future__ import annotations
 
 import asyncio

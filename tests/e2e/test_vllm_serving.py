@@ -1,5 +1,3 @@
-"""The whole path on real parts: HTTP, Ray Serve, the controller, and two real vLLM engines."""
-
 from __future__ import annotations
 
 import asyncio
@@ -245,8 +243,6 @@ def test_large_requests_and_answers_come_through_once(serving: System) -> None:
     with httpx.Client(base_url=serving.url, timeout=120) as http:
 
         def blamed() -> float:
-            """Retries, and failures of which a replica was accused. On a machine without an idle
-            core a replica may be found hung besides."""
             return sum(
                 sample.value
                 for family in text_string_to_metric_families(http.get("/metrics").text)

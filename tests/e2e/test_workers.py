@@ -1,6 +1,3 @@
-"""Replicas whose engines have two workers each: if one worker ends, so does its replica, and no
-request; and with a replica all its processes end."""
-
 from __future__ import annotations
 
 import asyncio

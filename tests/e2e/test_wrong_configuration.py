@@ -1,5 +1,3 @@
-"""An engine that cannot run as it is configured, on real Ray."""
-
 from __future__ import annotations
 
 from contextlib import suppress

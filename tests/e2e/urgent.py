@@ -1,8 +1,4 @@
-"""One objective from the wire to the engine's next batch: an urgent request behind long prefills,
-at an application of one vLLM replica with a log of batches.
-
-Judged by that log, by order and tokens, so the machine's speed is no part of it.
-"""
+"""An urgent request behind long prefills, judged by order and tokens in the engine's batch log."""
 
 from __future__ import annotations
 
@@ -24,11 +20,7 @@ Batch = dict[str, Any]
 
 
 def check_urgent(serving: System, log: Path) -> None:
-    """It passes most of the prefill work that came before it, and leads its first batch.
-
-    Args:
-        log: folder of the replica's batch log.
-    """
+    """By the log: it passes most of the prefill work before it, and leads its first batch."""
     urgent, long = _run_load(serving)
     logs = [path.read_text().splitlines() for path in log.glob("*.jsonl")]
     (lines,) = [lines for lines in logs if any(urgent in line for line in lines)]
@@ -43,7 +35,6 @@ def check_urgent(serving: System, log: Path) -> None:
 
 
 def _run_load(serving: System) -> tuple[str, set[str]]:
-    """Send long prefills without an objective, then an urgent request; its id, and theirs."""
     long_body = {"model": "local", "max_tokens": 1, "slo": {"class": "batch"}}
     urgent_body = {
         "model": "local",
@@ -76,7 +67,6 @@ def _tokens(batch: Batch) -> dict[str, int]:
 
 
 def _sum_tokens(batches: list[Batch], ids: set[str]) -> int:
-    """Tokens of these requests that these batches ran."""
     return sum(
         tokens for batch in batches for name, tokens in _tokens(batch).items() if name in ids
     )

@@ -1,7 +1,4 @@
-"""Runs scenarios at length, on systems as ``sluice serve`` starts them, and prints the table.
-
-Exit status 1 if a request was lost, or if anything else does not hold that a scenario states.
-"""
+"""Runs scenarios at length and prints the table. Exit status 1 if anything stated does not hold."""
 
 from __future__ import annotations
 
@@ -76,14 +73,11 @@ def faults(names: tuple[str, ...], listed: bool, quick: bool, repeat: int, as_js
 
 
 def _end(number: int, _: object) -> NoReturn:
-    """Close whatever is open: systems, networks, folders."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def _run(scenarios: list[Scenario], quick: bool, repeat: int) -> tuple[list[Row], list[str]]:
-    """The rows in the order of the scenarios, and what went so wrong that there is no row. Those of
-    one setting share a system; after one without a row it gets no more, as it may not be well."""
     from tests.faults.scenario import FULL, QUICK, run
 
     say = Console(stderr=True).print
@@ -105,8 +99,7 @@ def _run(scenarios: list[Scenario], quick: bool, repeat: int) -> tuple[list[Row]
 
 
 def settings_of(scenarios: Sequence[Scenario]) -> list[Setting]:
-    """Each setting once, in the order of its first scenario. Several may serve an application of
-    the same name."""
+    """Each setting once, in the order of its first scenario."""
     return list({id(each.setting): each.setting for each in scenarios}.values())
 
 

@@ -16,8 +16,7 @@ from sluice.deploy.local import base_url, running, stop_signals
 
 
 class Application(NamedTuple):
-    """A running application: its root URL, its model's name, and an event that is set when this
-    process is to end."""
+    """A running application: root URL, model's name, and an event that ends this process."""
 
     url: str
     model: str
@@ -25,18 +24,15 @@ class Application(NamedTuple):
 
     @property
     def completions(self) -> str:
-        """URL of the completions endpoint."""
         return f"{self.url}/v1/completions"
 
     def until(self, done: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
         return systems.until(done, limit_s, self.stop)
 
 
 @contextmanager
 def application(config: SluiceConfig) -> Iterator[Application]:
-    """Serve ``config`` until the block ends, whose standard output is standard error: Ray's own
-    messages must not stand between the lines of the JSON."""
+    """Serve ``config`` until the block ends, with standard output as standard error."""
     say = Console(stderr=True).print
     with redirect_stdout(sys.stderr), stop_signals() as stop, running(config, stop, say):
         yield Application(base_url(config), config.engine.model, stop)

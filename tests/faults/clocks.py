@@ -1,10 +1,7 @@
-"""The wall clock of every process of the system jumps, as when somebody sets it.
+"""The wall clock of every process jumps, by libfaketime from a file; monotonic clocks continue.
 
-The processes run under libfaketime, which reads the clock's offset from a file. Their monotonic
-clocks go on, as the kernel's do. Its versions up to 0.9.10 change the deadline of a sleep by that
-clock, too (https://github.com/wolfcw/libfaketime/issues/426), so a library before it has the
-kernel's own call.
-"""
+Its versions up to 0.9.10 change the deadline of a sleep by that clock, too
+(https://github.com/wolfcw/libfaketime/issues/426): a library before it has the kernel's call."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ class ClockSetting(Setting):
 
 
 def _real_sleep(folder: Path) -> Path:
-    """The library with the kernel's own sleep, made in ``folder``."""
     made = folder / "sleep.so"
     command = ["cc", "-shared", "-fPIC", "-o", made, "-x", "c", "-"]
     subprocess.run(command, input=_SLEEP, text=True, check=True)
@@ -87,7 +83,6 @@ def clock_jumps(trial: Trial) -> Callable[[], bool]:
 
 
 def _all_say(trial: Trial, offset_s: float) -> bool:
-    """Whether the time in several answers, which come of several routers, is that much off."""
     return all(abs(_created(trial) - time.time() - offset_s) < 60 for _ in range(6))
 
 

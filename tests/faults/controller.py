@@ -1,5 +1,4 @@
-"""The controller dies or stands still: requests go on without its word, and nothing stays counted
-that is not there."""
+"""The controller dies or hangs: requests continue, and no reservation stays without a request."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from tests.faults.replicas import FLEET
 from tests.faults.scenario import Scenario, Trial
 
 FROZEN_S = 5.0
-"""How long the controller stands still, seconds: as long as a reservation lives, so that none of
-what waits for it in its sockets may become one."""
+"""As long as a reservation lives, so no queued question may become one, seconds."""
 
 
 def controller_killed(trial: Trial) -> Callable[[], bool]:
@@ -43,8 +41,7 @@ def controller_gone(trial: Trial) -> Callable[[], bool]:
 
 
 def controller_frozen(trial: Trial) -> Callable[[], bool]:
-    """It stands still while requests come that need it, and goes on with what was asked of it
-    meanwhile in its sockets."""
+    """It hangs while requests come, and resumes with the questions in its sockets."""
     trial.busiest(2)
     with injuries.controller(trial.app).frozen():
         until_s = time.monotonic() + FROZEN_S

@@ -29,11 +29,7 @@ _CHUNK = 4096
 
 @contextmanager
 def small_disk() -> Iterator[Path]:
-    """A folder that is a disk of its own, until the block ends.
-
-    Raises:
-        OSError, subprocess.CalledProcessError: none can be mounted.
-    """
+    """A folder that is a disk of its own. Raises OSError, CalledProcessError."""
     with TemporaryDirectory() as folder:
         subprocess.run(
             ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "sluice", folder],
@@ -70,8 +66,7 @@ class DiskSetting(Setting):
 
 
 def disk_full(trial: Trial) -> Callable[[], bool]:
-    """Another program fills the disk in mid-batch, until a router has put the batch off. Then that
-    program's file is deleted, and each line of the batch must have its own result, once."""
+    """A full disk delays a batch; with space again each of its lines has one result."""
     folder = trial.config.router.batches.directory
     assert folder is not None
     bodies = {
@@ -116,7 +111,6 @@ def _submit(client: OpenAI, bodies: dict[str, dict[str, Any]]) -> Batch:
 
 
 def _fill(path: Path) -> bool:
-    """Write to ``path`` until the disk takes no more."""
     with path.open("ab", buffering=0) as file:
         try:
             while True:
@@ -131,7 +125,6 @@ def _put_off(trial: Trial) -> bool:
 
 
 def _check(client: OpenAI, batch: Batch, bodies: dict[str, dict[str, Any]]) -> None:
-    """Each line has one result: the text that belongs to its prompt."""
     ended = client.batches.retrieve(batch.id)
     assert ended.output_file_id is not None and ended.error_file_id is None, ended
     output = client.files.content(ended.output_file_id).content

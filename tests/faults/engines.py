@@ -26,8 +26,7 @@ ENGINES = Setting(
 
 
 def engine_frozen(trial: Trial) -> Callable[[], bool]:
-    """The process that computes stands still until a stream goes on elsewhere; the replica in front
-    of it answers all the while."""
+    """The engine's process hangs until a stream resumes elsewhere, while its replica answers."""
     victim = trial.busiest(2, "decodes")
     before = trial.counted()["resumed"]
     with injuries.replica(victim).engine().frozen():
@@ -37,8 +36,7 @@ def engine_frozen(trial: Trial) -> Callable[[], bool]:
 
 
 def engine_frozen_for_good(trial: Trial) -> Callable[[], bool]:
-    """The process that computes stands still for ever, as on a GPU that does not answer. Serve
-    replaces the replica, and the process must not outlive it: it has the GPU."""
+    """The engine's process hangs; Serve replaces the replica, and the process ends with it."""
     victim = trial.busiest(2, "decodes")
     engine = injuries.replica(victim).engine()
     trial.undo.callback(engine.kill)

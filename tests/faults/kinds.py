@@ -18,8 +18,7 @@ SHARES: Final = {"interactive": 0.5, "standard": 0.35, "batch": 0.15}
 
 
 class Kind(NamedTuple):
-    """A kind of request in a mixed load: its share relative to the other kinds', whether it is
-    streamed, whether it is a chat, and further fields of its body."""
+    """A kind of request in a mixed load: its relative share, and its body."""
 
     name: str
     share: float
@@ -28,7 +27,6 @@ class Kind(NamedTuple):
     fields: Json
 
     def body(self, model: str, number: int, arrival: Arrival) -> Json:
-        """The request of an arrival; with ``ignore_eos`` a real engine generates all tokens."""
         text = prompt_text(number, arrival.prompt_tokens)
         prompt = (
             {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}

@@ -12,13 +12,7 @@ from tests.faults.kinds import CLASSES, SHARES
 
 @dataclass(frozen=True)
 class Load:
-    """Poisson arrivals in three classes, their lengths drawn evenly.
-
-    Attributes:
-        rate: requests a second.
-        prompt_tokens, output_tokens: the shortest and the longest.
-        plain: each how manieth is not streamed; 0 for none.
-    """
+    """Poisson arrivals in three classes, ``rate`` a second; one in ``plain`` is not streamed."""
 
     rate: float = 6.0
     prompt_tokens: tuple[int, int] = (20, 200)
@@ -27,7 +21,6 @@ class Load:
     seed: int = 1
 
     def make(self, seconds: float) -> Workload:
-        """The requests of so many seconds."""
         draw = random.Random(self.seed)
         known = objectives(CLASSES)
         arrivals = []

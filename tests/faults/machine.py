@@ -74,7 +74,6 @@ def gcs_killed(trial: Trial) -> Callable[[], bool]:
 
 
 def _killed(trial: Trial, name: str) -> Callable[[], bool]:
-    """The command says what has happened and fails."""
     assert isinstance(trial, CommandTrial)
     trial.busiest(2)
     command = trial.command
@@ -88,15 +87,12 @@ def _killed(trial: Trial, name: str) -> Callable[[], bool]:
 
 
 def _ended(command: ServeCommand, family: list[psutil.Process]) -> None:
-    """Wait until it has ended, and none of its processes is left."""
     wait_until(lambda: command.process.poll() is not None, "the command ends", show=command.log)
     wait_until(lambda: not any(map(runs, family)), "every process ends", show=lambda: family)
 
 
 @contextmanager
 def _stopped(trial: Trial, tokens: int) -> Iterator[tuple[ServeCommand, Stream]]:
-    """A command that got SIGTERM while a stream of so many tokens runs, which has ended after the
-    block and is started again."""
     assert isinstance(trial, CommandTrial)
     trial.busiest(2)
     command, family = trial.command, trial.command.family()

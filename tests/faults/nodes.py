@@ -35,8 +35,7 @@ class ClusterTrial(OperatorTrial):
 
 
 class ClusterSetting(Setting):
-    """A head that does no work, a node with the routers that is on this machine's own network, and
-    nodes with all the rest."""
+    """A head without work, a node with the routers on this machine's network, and other nodes."""
 
     @contextmanager
     def open(self) -> Iterator[Trial]:
@@ -81,8 +80,7 @@ def node_killed(trial: Trial) -> Callable[[], bool]:
 
 
 def node_cut_off(trial: Trial) -> Callable[[], bool]:
-    """Every packet to and from the node with the controller is lost, and nobody is told. What runs
-    there goes on by itself; later the cable is whole again, and Ray ends what it has replaced."""
+    """Every packet to and from the controller's node is lost, without an error, for a time."""
     assert isinstance(trial, ClusterTrial)
     name, lost = _with_controller(trial)
     wire = trial.cluster.wires[name]
@@ -102,7 +100,6 @@ def _add_worker(cluster: Cluster, name: str) -> None:
 
 
 def _with_controller(trial: ClusterTrial) -> tuple[str, list[str]]:
-    """The name of the node with the controller, and the replicas on it."""
     node = trial.cluster.node_of_actor(f"{trial.app}-controller")
     assert node is not None
     there = [row["replica_id"] for row in trial.snapshot()["replicas"] if row["node_id"] == node]

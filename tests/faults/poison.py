@@ -1,7 +1,5 @@
-"""A request that takes each replica it is at: it is killed as soon as the request is in its engine.
-
-With one router: each keeps its own list of what it refuses.
-"""
+"""A request whose replica is killed as soon as the request is in its engine. One router, as each
+keeps its own list of what it refuses."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ def _fleet(replicas: int) -> Setting:
 
 
 def poisoned(trial: Trial) -> Callable[[], bool]:
-    """It takes two replicas, or three if many requests went from the first to the second with it.
-    Then it ends with an error, and its repeat is refused."""
+    """It ends with an error after two replicas, or three among many; its repeat is refused."""
     body = {
         "model": trial.config.fleets[0].model,
         "prompt": prompt_text(10**6, _POISON_TOKENS),
@@ -78,7 +75,6 @@ def poisoned(trial: Trial) -> Callable[[], bool]:
 
 
 def _code(answer: httpx.Response) -> str | None:
-    """The error's, if it is one."""
     code: str | None = answer.json().get("error", {}).get("code")
     return code
 

@@ -1,9 +1,4 @@
-"""One fault under load: what was offered, what became of it, and how long it took to be well again.
-
-The load is open: requests come when they come, also while nobody can serve them. Whether an answer
-is whole the client of the replays says (:mod:`sluice.benchmarks.live.client`): with
-simulated engines it knows each text beforehand.
-"""
+"""One fault under an open load: what was offered, its outcomes, and the time to recover."""
 
 from __future__ import annotations
 
@@ -45,24 +40,17 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """A system that several scenarios share.
-
-    Attributes:
-        fields: of its configuration; ``name`` is the application's.
-        exact: whether its engines are simulated ones, whose text is known.
-    """
+    """A system that several scenarios share; ``exact`` if its engines are simulated."""
 
     fields: dict[str, Any]
     exact: bool = True
 
     @property
     def name(self) -> str:
-        """Of the application."""
         return str(self.fields["name"])
 
     @contextmanager
     def open(self) -> Iterator[Trial]:
-        """Such a system as ``sluice serve`` starts it, until the block ends."""
         with system_alone(self.fields) as serving:
             yield Trial.of(serving)
 
@@ -84,23 +72,17 @@ class Scenario:
     """A fault and what may come of it. That nothing is lost holds for all.
 
     Attributes:
-        name: one word or a few, as on the command line.
-        setting: the system that it is for.
         injure: does the damage, undoes what does not heal by itself, and returns what recovery
             means beyond :meth:`Trial.is_whole`.
-        load: what clients ask.
-        resumes: whether a stream must have gone on at another replica.
-        may_fail: whether requests may end in an error that says so.
-        may_refuse: whether requests may be refused.
-        forgets: whether a router dies, and with it what it had counted and not yet told.
-        undecided: whether requests must have gone where Serve's own choice was.
-        tidy: whether every reservation must end by what is told of it, and none by its age.
+        resumes: whether a stream must have resumed on another replica.
+        forgets: whether a router dies, and with it its counts.
+        undecided: whether requests must have gone by Serve's own choice.
+        tidy: whether every reservation must end by a report or a release, none by its age.
         planned: whether an operator does it: then no stream may break.
         ends_s: within how long each request must have an end, seconds; 0: within the client's wait.
         longer_s: how much longer than others' its load lasts, seconds.
         quick: whether the tests run it.
-        missing: says what it needs and is not on this machine; empty if there is all.
-    """
+        missing: says what it needs and is not on this machine."""
 
     name: str
     setting: Setting
@@ -132,11 +114,9 @@ class Trial:
 
     @classmethod
     def of(cls, serving: System) -> Trial:
-        """A system that the tests have started."""
         return cls(serving.config, serving.url)
 
     def snapshot(self) -> dict[str, Any]:
-        """The controller's view; one without replicas while it does not answer."""
         with suppress(RayError, ValueError, TimeoutError):
             actor = ray.get_actor(observer_actor_name(self.app), namespace=NAMESPACE)
             found: dict[str, Any] | None = ray.get(actor.snapshot.remote(), timeout=1.0)
@@ -145,13 +125,10 @@ class Trial:
         return {"replicas": [], "reservations": None}
 
     def fresh(self) -> list[str]:
-        """The replicas that take requests."""
         rows = self.snapshot()["replicas"]
         return [row["replica_id"] for row in rows if row["condition"] == "fresh"]
 
     def busiest(self, least: int, what: str = "running") -> str:
-        """The replica with most requests that are ``running``, ``waiting`` or ``decodes``, once
-        that has ``least`` of them."""
         found: list[str] = []
 
         def look() -> bool:
@@ -164,11 +141,9 @@ class Trial:
         return found[0]
 
     def replaced(self, *lost: str) -> Callable[[], bool]:
-        """Whether none of these replicas takes requests any more."""
         return lambda: not set(lost) & set(self.fresh())
 
     def ask(self) -> bool:
-        """Whether a short request is answered now."""
         body = {"model": self.model, "prompt": "one", "max_tokens": 1}
         with suppress(httpx.HTTPError):
             answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=10)
@@ -176,7 +151,6 @@ class Trial:
         return False
 
     def is_whole(self) -> bool:
-        """Whether every replica and router that there should be is there, and HTTP answers."""
         # One that is gone is remembered for a while.
         rows = [row for row in self.snapshot()["replicas"] if row["condition"] != "gone"]
         if any(row["condition"] == "quarantined" for row in rows):
@@ -191,22 +165,17 @@ class Trial:
         )
 
     def _replicas(self) -> int:
-        """The number that there should be."""
         return sum(pool.replica.count for fleet in self.config.fleets for pool in fleet.pools)
 
     def routers(self) -> int:
-        """The number of routers that are alive."""
         return len(injuries.routers(self.app))
 
     def is_idle(self) -> bool:
-        """Whether nobody works on any request, and the controller's ledger is empty."""
         snapshot = self.snapshot()
         rows = [row for row in snapshot["replicas"] if row["condition"] != "gone"]
         return snapshot["reservations"] == 0 and not any(map(_live, rows))
 
     def counted(self) -> dict[str, float]:
-        """The sums of :data:`COUNTED` over all routers, once the controller has them: without it a
-        router knows its own."""
         found: dict[str, float] = {}
 
         def look() -> bool:
@@ -220,7 +189,6 @@ class Trial:
         return {column: found.get(metric, 0.0) for column, metric in COUNTED.items()}
 
     def metrics(self) -> dict[str, float]:
-        """The sum of each metric over its series; empty while nobody answers."""
         found: defaultdict[str, float] = defaultdict(float)
         with suppress(httpx.HTTPError):
             page = httpx.get(f"{self.url}/metrics", timeout=5).text
@@ -231,13 +199,10 @@ class Trial:
         return dict(found)
 
     def has_heard_of_all(self) -> bool:
-        """Whether the controller has metrics of every process that there should be: one that has
-        just started has heard of few."""
         wanted = self._replicas() + self.config.router.replicas
         return bool(self.snapshot().get("metric_sources", 0) >= wanted)
 
     def expired(self) -> int:
-        """The reservations that ended by their age since the controller began."""
         return int(self.snapshot().get("reservations_expired", 0))
 
     def _answers(self) -> bool:
@@ -251,22 +216,16 @@ class Row:
     """What became of a scenario's requests.
 
     Attributes:
-        resumed, retried: streams that went on elsewhere, and attempts after a first one.
-        refused: with a reason, and nothing was served.
-        failed: of these, the connection of ``cut`` ended in the middle of an answer, which every
-            HTTP client reports as an error; the others ended in an error that says so.
-        lost: neither answered nor told; must be 0.
-        reasons: of what was not answered.
-        before, during, after: the share of requests with an objective that met it: of those that
-            had ended before the fault, the others, and those sent once the system was whole again.
-            ``None`` where there are none.
-        longest_s: from when a request was sent until its end, the longest.
+        failed: of these, the connection of ``cut`` ended in the middle of an answer.
+        lost: neither answered nor ended with an error; must be 0.
+        before, during, after: SLO attainment of requests that had ended before the fault, of the
+            others, and of those sent after recovery. ``None`` where there are none.
+        longest_s: from the sending of a request until its end, the longest.
         gap_s: the longest between two tokens of a stream that had not ended before the fault.
-        undecided: requests that went where Serve's own choice was.
+        undecided: requests that went by Serve's own choice.
         missed_s: from the fault until the last request was sent that missed its objective.
         whole_s: from the fault until every part was there again.
-        problems: what does not hold, a sentence each.
-    """
+        problems: what does not hold, a sentence each."""
 
     name: str
     offered: int
@@ -320,8 +279,6 @@ def run(trial: Trial, scenario: Scenario, span: Span) -> Row:
 
 
 class _Client:
-    """Runs the load on an event loop of its own."""
-
     def __init__(self, trial: Trial, scenario: Scenario, span: Span) -> None:
         self._url = f"{trial.url}/v1/completions"
         self._model = trial.model
@@ -331,7 +288,6 @@ class _Client:
         self._begun_s: float | None = None
 
     def run(self) -> list[Outcome]:
-        """Send everything, and wait for every end."""
         return asyncio.run(
             replay(
                 self._url,
@@ -343,7 +299,6 @@ class _Client:
         )
 
     def now_s(self) -> float:
-        """Time from the load's start, as the arrivals have theirs; negative before."""
         return -1.0 if self._begun_s is None else time.monotonic() - self._begun_s
 
     def _body(self, model: str, number: int, arrival: Arrival) -> dict[str, Any]:
@@ -403,8 +358,6 @@ def _share(attained: Sequence[bool]) -> float | None:
 
 
 def _count(row: Row, trial: Trial, before: dict[str, float], scenario: Scenario) -> None:
-    """Fill in what routers count, once they have told of every request."""
-
     def told() -> bool:
         now = trial.counted()
         # Counters begin anew where all of the system does.

@@ -1,14 +1,7 @@
-"""A steady mixed load on real Ray and Serve for any duration: is anything lost, does memory grow?
-With ``--faults``: while processes of it are killed and frozen at random. A frozen process (SIGSTOP)
-is alive and does nothing, like a hung driver or a paused virtual machine.
+"""A steady mixed load for any duration, with ``--faults`` while processes are killed and frozen.
 
-Run with ``python -m tests.faults.soak``. Every answer is checked against its request: with
-simulated engines its whole text, so that missing and duplicated tokens are detected. In the end,
-when the application is idle, nothing may be left: no request, no reservation, no byte of a body.
-Without faults the routers' counters must then match the client's own counts.
-
-The exit status is 1 if a request was lost, memory grows, something is left, or counters differ.
-"""
+Every answer's text is checked; in the end nothing may be left over, and without faults the routers'
+counters match the client's. Exit status 1 if anything of that does not hold, or memory grows."""
 
 from __future__ import annotations
 
@@ -75,8 +68,7 @@ ALL_CLASSES: Final = {
     ),
     "strict": ServiceClass(ttft_ms=1_500, tpot_ms=150, when_unattainable="reject"),
 }
-"""The classes of a replay, one that waits in the admission queue for a guarantee, and one that is
-refused without a guarantee."""
+"""A replay's classes, one that queues for a guarantee, and one that is refused without one."""
 
 _SHARES: Final = {
     **{name: 0.8 * share for name, share in SHARES.items()},
@@ -86,8 +78,7 @@ _SHARES: Final = {
 LOAD: Final = 0.65
 LOAD_WITH_FAULTS: Final = 0.5
 BURST: Final = 1.4
-"""Load as a share of the engines' capacity: between bursts, the same with faults, and in a burst
-without faults."""
+"""Load over capacity: between bursts, the same with faults, and in a burst without faults."""
 
 BURST_EVERY_S: Final = 60.0
 BURST_S: Final = 8.0
@@ -171,11 +162,6 @@ def soak(minutes: float, faults: bool, seed: int, rate: float | None, as_json: b
 async def _drive(
     served: Application, load: Load, chaos: Chaos | None
 ) -> tuple[list[Outcome], list[Sample]]:
-    """Send the load; sample the processes and inject faults until all of it has been sent.
-
-    Raises:
-        click.Abort: a stop was requested.
-    """
     sent, samples, started_s = asyncio.Event(), list[Sample](), time.monotonic()
     whole_s = load.workload.duration_s
 
@@ -205,7 +191,6 @@ async def _drive(
 
 
 def _left_over(url: str) -> list[str]:
-    """Figures that are not 0 although the application is idle."""
     page: dict[str, float] = {}
     with contextlib.suppress(OSError):
         page = metrics(url)
@@ -214,7 +199,6 @@ def _left_over(url: str) -> list[str]:
 
 
 def _counters(url: str, outcomes: Sequence[Outcome], kinds: Sequence[Kind]) -> list[str]:
-    """:func:`counters_that_differ` now."""
     ends = ("ok", "cancelled", "refused", "client_error", "failed")
     pages = {end: metrics(url, outcome=end) for end in ends}
     requests = {end: page.get("sluice_requests_total", 0.0) for end, page in pages.items()}
@@ -233,7 +217,6 @@ class Load(NamedTuple):
     leaves: list[int | None]
 
     def body(self, model: str, number: int, arrival: Arrival) -> Json:
-        """The request with this number."""
         return self.kinds[number].body(model, number, arrival)
 
 
@@ -288,8 +271,6 @@ class Chaos:
         self._served = served
 
     async def run(self, seconds: float) -> None:
-        """Inject faults during a load that lasts for ``seconds`` from now, each once the
-        application has recovered from the one before."""
         started_s = time.monotonic()
         calm_s = min(_CALM_S, seconds / 6)
         await asyncio.sleep(calm_s)
@@ -300,7 +281,6 @@ class Chaos:
             await asyncio.sleep(max(0.0, begun_s + pause_s - time.monotonic()))
 
     def wait_until_well(self) -> bool:
-        """Wait until the expected number of replicas and routers run; ``False`` after a timeout."""
         # They import Ray, which reads its environment then.
         from ray import serve
 
@@ -342,8 +322,7 @@ class Chaos:
 
 
 def lost(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> list[Outcome]:
-    """Requests that ended neither complete nor in an explicit error. A cut connection counts as
-    lost, except if a router was killed while it was open: no other router can resume it."""
+    """Requests without an end, or cut although no router was killed meanwhile."""
     deaths = [fault.at_s for fault in faults if fault.what == KILL_ROUTER]
 
     def excused(each: Outcome) -> bool:
@@ -355,12 +334,7 @@ def lost(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> list[Outcome]:
 
 
 def growth(samples: Sequence[Sample]) -> list[Json]:
-    """First and last memory, MiB, of each process that is in at least half of the samples, its
-    change in MiB an hour with a standard error, and whether it grows.
-
-    It grows where the median of its last quarter exceeds that of its first by more than what is
-    allowed, and the slope of a straight line is more than twice its standard error.
-    """
+    """First and last MiB of each process, its change an hour with an error, whether it grows."""
     found = []
     for kind, pid in sorted({key for _, memory in samples for key in memory}):
         points = np.array([(at, each[kind, pid]) for at, each in samples if (kind, pid) in each])
@@ -385,11 +359,7 @@ def growth(samples: Sequence[Sample]) -> list[Json]:
 def counters_that_differ(
     requests: Mapping[str, float], tokens: float, outcomes: Sequence[Outcome], kinds: Sequence[Kind]
 ) -> list[str]:
-    """The routers' requests by outcome and generated tokens that are not the client's counts.
-
-    Of a request whose client disconnected early, the client knows neither whether it was served to
-    its end nor how many tokens were sent: anything between none and all of it is right.
-    """
+    """The routers' requests by outcome and generated tokens that are not the client's counts."""
     ends, made = Counter(each.end for each in outcomes), Counter[End]()
     for outcome, kind in zip(outcomes, kinds, strict=True):
         made[outcome.end] += outcome.output_tokens * kind.fields.get("n", 1)

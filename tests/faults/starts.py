@@ -1,5 +1,4 @@
-"""A second ``sluice serve`` starts beside the system under load, and a part of it dies, or stands
-still until a signal comes: it ends, nothing of it is left, and the system does not notice."""
+"""A part of a second ``sluice serve`` dies or hangs at its start: nothing is left of it."""
 
 from __future__ import annotations
 

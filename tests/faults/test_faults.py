@@ -1,8 +1,3 @@
-"""Nothing is lost, whatever breaks: a replica, the controller or a router dies, or a replica hangs.
-
-``make test-release`` runs every scenario of the table.
-"""
-
 from __future__ import annotations
 
 import signal
@@ -52,7 +47,6 @@ def test_a_run_on_nodes_that_is_told_to_stop_leaves_nothing() -> None:
         family: list[psutil.Process] = []
 
         def apart() -> bool:
-            """A node runs in a network of its own."""
             family[:] = psutil.Process(run.pid).children(recursive=True)
             return bool(networks_of(run.pid)) and any(map(is_node, family))
 

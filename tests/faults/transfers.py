@@ -1,5 +1,4 @@
-"""A KV handle that has been used is presented again: by a router that is late, and by an attacker
-who has seen it on the network."""
+"""A used KV handle is presented again: by a late router, and by an attacker on the network."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ PAIR = Setting(
 
 
 def handle_replayed(trial: Trial) -> Callable[[], bool]:
-    """A prompt's KV is handed over once. Its handle gets nothing a second time: neither over the
-    network, nor in a request, which then computes the prompt and has the same answer."""
+    """Its handle gets nothing a second time: neither over the network, nor in a request."""
 
     def failures() -> float:
         return trial.metrics().get("sluice_kv_transfer_failures_total", 0.0)
@@ -113,7 +111,6 @@ async def _items(replicas: ServeReplicas, asked: EngineRequest, role: Role) -> l
 
 
 def _fetch(kv_handle: KVHandle) -> None:
-    """Ask for the first block, as an engine does."""
     fetch(Offer.of(kv_handle.params).source(0), 0, 1, [1], time.monotonic() + _FETCH_S)
 
 

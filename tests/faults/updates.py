@@ -56,8 +56,7 @@ def updated(trial: Trial) -> Callable[[], bool]:
 
 
 def wrong_deployed(trial: Trial) -> Callable[[], bool]:
-    """A configuration is deployed whose model does not exist. It is refused with the model's path
-    in the message, and the running version serves; then the right one is deployed again."""
+    """A configuration whose model does not exist is refused with its path; the old one serves."""
     missing = "/nowhere/there-is-no-such-model"
     fields = trial.config.model_dump(mode="json", exclude_unset=True)
     engine = {"kind": "vllm", "model": missing, "served_model_name": trial.model}

@@ -45,7 +45,6 @@ class Release(NamedTuple):
 
     @property
     def groups(self) -> list[Document]:
-        """The head's group and the workers'."""
         cluster = self.service["rayClusterConfig"]
         return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 
@@ -82,11 +81,7 @@ def values_with(over: Mapping[str, Any]) -> Document:
 
 
 def render(over: Mapping[str, Any], chart: Path | None = None) -> Release:
-    """The ``chart``, by default as it is installed, with ``over`` on top of its own values.
-
-    Raises:
-        ValueError: a template refuses the values; the message is the template's.
-    """
+    """The ``chart`` with ``over`` on its values. Raises ValueError: a template refuses them."""
     about = read(CHART / "Chart.yaml")
     context = {
         "Values": values_with(over),
@@ -117,7 +112,6 @@ def packaged() -> Path:
 
 @functools.cache
 def _renderer() -> str:
-    """The renderer, built once for the tests of this process."""
     go = shutil.which("go")
     if go is None or not (SOURCES / "src/github.com/Masterminds/sprig").is_dir():
         lacking("Debian's golang-go and golang-github-masterminds-sprig-dev are not installed")

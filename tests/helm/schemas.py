@@ -18,21 +18,13 @@ NATIVE = ("v1", "networking.k8s.io/v1", "policy/v1")
 
 
 def check_native(document: Document) -> None:
-    """Hold an object of Kubernetes itself to its schema.
-
-    Raises:
-        ValidationError: a field is unknown, missing or of another type.
-    """
+    """Hold an object of Kubernetes to its schema. Raises ValidationError."""
     for version in KUBERNETES:
         kubernetes_validate.validate(document, version, strict=True)
 
 
 def check_ray_service(document: Document) -> None:
-    """Hold a RayService to KubeRay's definition.
-
-    Raises:
-        ValidationError: a field is unknown, missing or of another type.
-    """
+    """Hold a RayService to KubeRay's definition. Raises ValidationError."""
     _ray_service().validate(document)
 
 
@@ -44,7 +36,6 @@ def _ray_service() -> jsonschema.Draft7Validator:
 
 
 def _strict(schema: Any) -> Any:
-    """JSON schema of a custom resource's: Kubernetes drops unknown fields without a word."""
     if isinstance(schema, list):
         return [_strict(entry) for entry in schema]
     if not isinstance(schema, dict):

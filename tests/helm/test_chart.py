@@ -1,5 +1,3 @@
-"""The chart renders to what Kubernetes, KubeRay and Sluice accept, and refuses what is wrong."""
-
 from __future__ import annotations
 
 import base64

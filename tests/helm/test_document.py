@@ -1,5 +1,3 @@
-"""What docs/kubernetes.md tells an operator to install and to set."""
-
 from __future__ import annotations
 
 import argparse

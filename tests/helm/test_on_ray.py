@@ -1,6 +1,3 @@
-"""What the chart hands to KubeRay, run on a real Ray cluster as KubeRay would run it, and a node
-taken out of service as the document says."""
-
 from __future__ import annotations
 
 import base64

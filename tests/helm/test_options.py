@@ -1,5 +1,3 @@
-"""What single values of the chart make."""
-
 from __future__ import annotations
 
 import base64
@@ -79,8 +77,7 @@ def test_what_is_written_is_on_volumes() -> None:
 
 
 def test_a_startup_probe_waits_for_the_ray_node_only() -> None:
-    """Not for a model: the application starts on nodes that are ready. Ray answers it without its
-    token."""
+    """Not for a model. Ray answers it without its token."""
     group = {"name": "w", "resources": {}}
     moved = {"dashboard-agent-listen-port": "52000"}
     workers = [

@@ -1,5 +1,3 @@
-"""The chart's Service of the endpoint picker reaches the pods that have a router, and no others."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -28,8 +28,7 @@ _COUNTED: Final = frozenset(("sequence_number",))
 
 
 class Answer(NamedTuple):
-    """An answer, in a form that two servers should agree on: of a stream the kinds of its events in
-    order, each with what its events say together."""
+    """An answer in a form that two servers should agree on; of a stream the kinds of its events."""
 
     status: int
     media_type: str
@@ -49,8 +48,7 @@ class Answer(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A difference that docs/clients.md has a reason for, under its name: ``found`` matches it in
-    the rows that ``rows`` matches."""
+    """A difference with a reason in docs/clients.md: ``found`` in rows that ``rows`` matches."""
 
     name: str
     rows: str
@@ -93,7 +91,6 @@ def differences(ours: Answer, stock: Answer) -> Iterator[str]:
 
 
 def _of_errors(ours: Any, stock: Any) -> Iterator[str]:
-    """Both refuse; messages, types and codes are each server's own."""
     error = ours.get("error") if isinstance(ours, dict) else None
     if not isinstance(error, dict):
         yield f"error: {_short(ours)}"
@@ -154,8 +151,6 @@ def _events(text: str) -> Iterator[list[Any]]:
 
 
 def _joined(events: list[list[Any]]) -> Iterator[list[Any]]:
-    """Events in a row of one kind, as one: where a server cuts a text, and whether its end comes
-    with the last piece, depends on its load."""
     kinds = groupby(events, lambda event: (event[0], _choice_of(event), type(event[1])))
     for _, same in kinds:
         (name, data), *further = same

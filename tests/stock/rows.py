@@ -15,7 +15,6 @@ class Row(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Which of vLLM's servers gets it."""
         named = self.body if isinstance(self.body, dict) else BASES.get(self.path, {})
         return "embedder" if named.get("model") == "embedder" else "local"
 

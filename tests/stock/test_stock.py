@@ -1,5 +1,3 @@
-"""See the package."""
-
 from __future__ import annotations
 
 import re
@@ -61,7 +59,6 @@ def test_every_difference_is_listed(tmp_path: Path) -> None:
 
 
 def _ask(client: httpx.Client, base: str, row: Row) -> Answer:
-    """The answer of one server."""
     given = {"content": row.body.encode()} if isinstance(row.body, str) else {"json": row.body}
     headers = {"content-type": "application/json"}
     try:

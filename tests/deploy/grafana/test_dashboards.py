@@ -1,5 +1,3 @@
-"""The dashboards: their form, and that every query asks for series that there are."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The rules and the scrape configuration, with Prometheus' own tool."""
-
 from __future__ import annotations
 
 import re
