@@ -15,6 +15,7 @@ from contextlib import aclosing
 import httpx
 from fastapi import FastAPI
 from prometheus_client import generate_latest
+from starlette.types import Message, Send
 
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.protocol.requests import (
@@ -473,3 +474,54 @@ class Edge:
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+class Client:
+    """One HTTP request, driven by hand. ``whole``: its body is complete. ``takes``: number of
+    messages of its answer that it reads; ``None``: all. ``send``: in place of its own."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        content: bytes,
+        whole: bool = True,
+        key: str = "",
+        takes: int | None = None,
+        send: Send | None = None,
+    ) -> None:
+        self._room = None if takes is None else asyncio.Semaphore(takes)
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": content, "more_body": not whole})
+        self.got: list[Message] = []
+        self.changed = asyncio.Event()
+        headers = {"host": "localhost", "content-type": "application/json"}
+        headers |= {"authorization": f"Bearer {key}"} if key else {}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        self.task = asyncio.create_task(edge.api(scope, self._inbox.get, send or self._send))
+
+    @property
+    def status(self) -> int:
+        return int(self.got[0]["status"])
+
+    def leave(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+        for _ in range(0 if self._room is None else 9):  # a server drops what is sent to nobody
+            self._room.release()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def _send(self, message: Message) -> None:
+        if self._room is not None:
+            await self._room.acquire()
+        self.got.append(message)
+        self.changed.set()

@@ -16,6 +16,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.router.far_side import (
     CHAT_BODY,
+    Client,
     Clock,
     Edge,
     FarController,
@@ -27,7 +28,7 @@ from tests.router.far_side import (
     serve,
     stall,
 )
-from tests.router.test_disconnect import Client, content
+from tests.router.test_disconnect import content
 from tests.router.test_openai_client import KEY, served
 from tests.router.virtual_time import settle
 

@@ -4,48 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from starlette.types import Send
 
 from sluice.router.dispatch.response import DisconnectGuard
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
-from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, hang, serve, stall
-
-
-class Client:
-    """One HTTP request, driven by hand."""
-
-    def __init__(
-        self, edge: Edge, content: bytes, whole: bool = True, send: Send | None = None
-    ) -> None:
-        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": content, "more_body": not whole})
-        self.got: list[dict[str, Any]] = []
-        self.changed = asyncio.Event()
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-            "query_string": b"",
-        }
-        self.task = asyncio.create_task(edge.api(scope, self._inbox.get, send or self._send))
-
-    def leave(self) -> None:
-        self._inbox.put_nowait({"type": "http.disconnect"})
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(120):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def _send(self, message: Any) -> None:
-        self.got.append(message)
-        self.changed.set()
+from tests.router.far_side import (
+    CHAT_BODY,
+    Client,
+    Edge,
+    FarController,
+    FarSide,
+    hang,
+    serve,
+    stall,
+)
 
 
 def content(**more: Any) -> bytes:

@@ -26,48 +26,11 @@ from sluice.router.dispatch.response import TimeoutSend
 from sluice.router.serve.contract import StalledReaderError
 from sluice.router.tenancy.auth import ApiKey
 from sluice.router.tenancy.limits import TenantLimits
-from tests.router.far_side import CHAT_BODY, Edge, FarSide, Items, event, stall
+from tests.router.far_side import CHAT_BODY, Client, Edge, FarSide, Items, event, stall
 from tests.router.virtual_time import VirtualTime, settle
 
 KEY = "key-1"
 SHORT_S = 0.02
-
-
-class Connection:
-    """One request, and a client that takes so many messages of its answer."""
-
-    def __init__(
-        self, edge: Edge, body: bytes, whole: bool = True, key: str = KEY, takes: int = 0
-    ) -> None:
-        self._room = asyncio.Semaphore(takes)
-        self.got: list[Message] = []
-        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": not whole})
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "headers": [
-                (b"authorization", f"Bearer {key}".encode()),
-                (b"host", b"127.0.0.1"),
-                (b"content-type", b"application/json"),
-            ],
-            "query_string": b"",
-        }
-        self.task = asyncio.create_task(edge.api(scope, self._inbox.get, self._send))
-
-    def leave(self) -> None:
-        self._inbox.put_nowait({"type": "http.disconnect"})
-        for _ in range(9):  # a server drops what is sent to nobody
-            self._room.release()
-
-    @property
-    def status(self) -> int:
-        return int(self.got[0]["status"])
-
-    async def _send(self, message: Any) -> None:
-        await self._room.acquire()
-        self.got.append(message)
 
 
 async def flows(side: FarSide, replica: str, request: EngineRequest) -> Items:
@@ -96,7 +59,7 @@ async def test_a_reader_that_takes_nothing_is_dropped_and_its_work_ends(
 ) -> None:
     monkeypatch.setattr("sluice.router.dispatch.response.STALLED_READER_S", SHORT_S)
     edge = Edge(FarSide(a=behaviour))
-    client = Connection(edge, streamed(), takes=taken)
+    client = Client(edge, streamed(), takes=taken)
     async with asyncio.timeout(120):
         await client.task
     await edge.side.until(lambda: not edge.side.live)
@@ -188,13 +151,13 @@ async def test_hundreds_of_refused_and_slow_requests_leave_nothing_behind(
 
     async def storm(slow: int, refused: int) -> list[int]:
         half = streamed()[:20]
-        senders = [Connection(edge, half, whole=False) for _ in range(slow // 2 - 1)]
-        senders.append(Connection(edge, half, whole=False, key="key-3"))
-        readers = [Connection(edge, streamed()) for _ in range(slow // 2)]
+        senders = [Client(edge, half, whole=False, key=KEY, takes=0) for _ in range(slow // 2 - 1)]
+        senders.append(Client(edge, half, whole=False, key="key-3", takes=0))
+        readers = [Client(edge, streamed(), key=KEY, takes=0) for _ in range(slow // 2)]
         await settle()
         bad = ("wrong", "key-2", "key-3", KEY)
         # What the last of these sends is not JSON; the others are refused unread.
-        turned = [Connection(edge, b"x", key=bad[each % 4], takes=9) for each in range(refused)]
+        turned = [Client(edge, b"x", key=bad[each % 4], takes=9) for each in range(refused)]
         await settle()
         assert edge.sample("sluice_held_refusals") > refused / 4
         await time.advance(6.0)
