@@ -29,16 +29,16 @@ TOO_COSTLY: Final = "grammar-too-costly"
 
 class BoundedGrammar(StructuredOutputGrammar):
     """A grammar that refuses every token after its limit of CPU time of the calling thread; vLLM
-    then ends the request with an error. ``told`` is called once, when the limit is exceeded."""
+    then ends the request with an error. ``on_exceeded`` is called once, when that happens."""
 
     def __init__(
         self,
         grammar: StructuredOutputGrammar,
-        told: Callable[[], None] = lambda: None,
+        on_exceeded: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._grammar = grammar
-        self._told = told
+        self._on_exceeded = on_exceeded
         self._clock = clock
         self._left_s = BURST_S
 
@@ -94,7 +94,7 @@ class BoundedGrammar(StructuredOutputGrammar):
             # guidance has given up, as at its own limits, and would let the text end here.
             self._left_s = -1.0
         if self.too_costly and was_left_s >= 0:
-            self._told()
+            self._on_exceeded()
 
 
 def bound_grammars(manager: Any) -> None:
@@ -106,11 +106,11 @@ def bound_grammars(manager: Any) -> None:
         # The request holds its grammar; a cycle would wait for the garbage collector.
         weak = weakref.ref(request)
 
-        def told() -> None:
+        def on_exceeded() -> None:
             stopped = weak()
             if stopped is not None:
                 stopped.stop_reason = TOO_COSTLY
 
-        return BoundedGrammar(create(request), told)
+        return BoundedGrammar(create(request), on_exceeded)
 
     manager._create_grammar = bounded

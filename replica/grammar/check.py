@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import random
 import resource
 import signal
 import sys
@@ -23,7 +22,7 @@ from contextlib import suppress
 from inspect import signature
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +40,8 @@ WALL_FACTOR: Final = 15.0
 
 MAX_MESSAGE: Final = 500  # Max characters of a backend's message that are forwarded
 
-MALFORMED: Final = "malformed"
-COSTLY: Final = "costly"
-UNKNOWN: Final = "unknown"
+Fault = Literal["malformed", "costly", "unknown"]
+"""``unknown``: it could not be checked."""
 
 
 class Constraint(NamedTuple):
@@ -53,28 +51,27 @@ class Constraint(NamedTuple):
     stop_token_ids: frozenset[int]
 
 
-class Verdict(NamedTuple):
-    """The fault of a grammar: one of :data:`MALFORMED`, :data:`COSTLY` and :data:`UNKNOWN` (it
-    could not be checked), or ``None``; a message; and the backend that enforces it."""
+class Result(NamedTuple):
+    """The fault of a grammar, if it has one, with a message, or the backend that enforces it."""
 
-    fault: str | None
+    fault: Fault | None
     message: str = ""
     backend: str = ""
 
 
 def serve(connection: Connection, vllm_config: Any, limit_s: float) -> None:
-    """Answer constraints with verdicts until the other end closes; the first message: this is
+    """Answer constraints with results until the other end closes; the first message: this is
     ready. ``limit_s`` is CPU time of the parse, the compilation and the walks, each."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica ends this process
     trial = Trial(vllm_config, limit_s)
-    connection.send(Verdict(None))
+    connection.send(Result(None))
     while True:
         try:
             constraint = connection.recv()
         except EOFError:
             return
-        connection.send(trial.judge(constraint))
+        connection.send(trial.check(constraint))
 
 
 class Trial:
@@ -104,7 +101,7 @@ class Trial:
             example = StructuredOutputsParams(json={"type": "null"})
             constrain(SamplingParams(structured_outputs=example), vllm_config, self._tokenizer)
 
-    def judge(self, constraint: Constraint) -> Verdict:
+    def check(self, constraint: Constraint) -> Result:
         """Check one grammar in a forked process."""
         ours, its = Pipe(duplex=False)
         sys.stdout.flush()
@@ -113,13 +110,13 @@ class Trial:
         if child == 0:
             self._try_and_exit(constraint, its)
         its.close()
-        verdict = Verdict(UNKNOWN, "it could not be tried in time")
+        result = Result("unknown", "it could not be tried in time")
         try:
             if wait([ours], WALL_FACTOR * self._limit_s):
-                verdict = ours.recv()
+                result = ours.recv()
         except EOFError:  # ended by the system, as it exceeded its time or memory
-            verdict = Verdict(
-                COSTLY,
+            result = Result(
+                "costly",
                 f"it takes more than {self._limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} GiB "
                 "of memory to read or to compile",
             )
@@ -127,7 +124,7 @@ class Trial:
             ours.close()
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        return verdict
+        return result
 
     def _try_and_exit(self, constraint: Constraint, connection: Connection) -> NoReturn:
         try:
@@ -136,11 +133,11 @@ class Trial:
             _limit_memory()
             connection.send(self._try(constraint))
         except BaseException as error:
-            connection.send(Verdict(UNKNOWN, f"{type(error).__name__}: {error}"))
+            connection.send(Result("unknown", f"{type(error).__name__}: {error}"))
         finally:
             os._exit(0)
 
-    def _try(self, constraint: Constraint) -> Verdict:
+    def _try(self, constraint: Constraint) -> Result:
         from vllm import SamplingParams
         from vllm.v1.structured_output.request import get_structured_output_key
 
@@ -149,9 +146,9 @@ class Trial:
         try:
             constrain(params, self._config, self._tokenizer)
         except MemoryError:
-            return Verdict(COSTLY, "it takes too much memory to read")
+            return Result("costly", "it takes too much memory to read")
         except Exception as error:  # of many types, by the backend
-            return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
+            return Result("malformed", str(error)[:MAX_MESSAGE])
         start_timer(0)
         name = params.structured_outputs._backend
         backend = self._backend(name)
@@ -168,19 +165,19 @@ class Trial:
         try:
             compiled()
         except MemoryError:
-            return Verdict(COSTLY, "it takes too much memory to compile")
+            return Result("costly", "it takes too much memory to compile")
         except Exception as error:
-            return Verdict(MALFORMED, str(error)[:MAX_MESSAGE])
+            return Result("malformed", str(error)[:MAX_MESSAGE])
         start_timer(self._limit_s)
-        return self._walk(compiled, backend) or Verdict(None, "", name)
+        return self._walk(compiled, backend) or Result(None, "", name)
 
-    def _walk(self, compiled: Callable[[], Any], backend: Any) -> Verdict | None:
+    def _walk(self, compiled: Callable[[], Any], backend: Any) -> Result | None:
         """Generate texts that reveal costly grammars: of the longest tokens (most characters a
         step), of one token (most ways to read a text), and at random."""
         from sluice.replica.grammar.bound import BURST_S, TOKEN_S, BoundedGrammar
 
         mask = backend.allocate_token_bitmask(1)
-        rng = np.random.default_rng(random.Random(0).randrange(1 << 32))
+        rng = np.random.default_rng(0)
         for walk in ("longest", "repeated", "random"):
             grammar = BoundedGrammar(compiled())
             last: int | None = None
@@ -192,16 +189,16 @@ class Trial:
                 if grammar.too_costly:
                     break
                 if not allowed.any():
-                    return Verdict(MALFORMED, "a text that it allows cannot be continued or ended")
+                    return Result("malformed", "a text that it allows cannot be continued or ended")
                 if walk == "longest":
                     last = int(np.argmax(allowed * (self._lengths + rng.random(allowed.size))))
                 elif walk == "random" or last is None or not allowed[last]:
                     last = int(rng.choice(np.flatnonzero(allowed)))
                 if not grammar.accept_tokens("", [last]) and not grammar.too_costly:
-                    return Verdict(MALFORMED, "a token that it allows cannot be taken")
+                    return Result("malformed", "a token that it allows cannot be taken")
             if grammar.too_costly:
-                return Verdict(
-                    COSTLY,
+                return Result(
+                    "costly",
                     f"it takes more than {1000 * TOKEN_S:g} ms of CPU time per token, and more "
                     f"than {BURST_S:g} s beyond that; it may be ambiguous",
                 )
@@ -237,15 +234,9 @@ def _allowed(mask: Any, vocabulary: int) -> npt.NDArray[np.bool_]:
     return bits[:vocabulary].astype(bool)
 
 
-def constraint_key(params: Any, stop_token_ids: frozenset[int]) -> bytes:
-    """Equal for equal constraints."""
-    fields = {name: value for name, value in vars(params).items() if not name.startswith("_")}
-    return json.dumps([fields, sorted(stop_token_ids)], sort_keys=True, default=repr).encode()
-
-
 logger = logging.getLogger(__name__)
 
-REMEMBERED: Final = 4_096  # Max cached verdicts; the least recently used one is dropped first
+REMEMBERED: Final = 4_096  # Max cached results; the least recently used one is dropped first
 
 MAX_WAITING: Final = 32
 """Max grammars that wait for their check, one after the other; further requests get 503."""
@@ -272,8 +263,8 @@ class GrammarCheck:
     def __init__(self, vllm_config: Any, limit_s: float) -> None:
         self._config = vllm_config
         self._limit_s = limit_s
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._trials: dict[bytes, asyncio.Task[Verdict]] = {}
+        self._results: OrderedDict[bytes, Result] = OrderedDict()
+        self._trials: dict[bytes, asyncio.Task[Result]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-check")
         self._process: Any = None
         self._connection: Any = None
@@ -285,26 +276,28 @@ class GrammarCheck:
     async def check(self, params: Any, stop_token_ids: frozenset[int]) -> str:
         """Return the backend that enforces this constraint, if an engine may take it. Raises
         RequestError: 400: it is malformed, or takes too long; 503: it could not be tried now."""
-        key = hashlib.sha256(constraint_key(params, stop_token_ids)).digest()
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = await asyncio.shield(self._trial(key, Constraint(params, stop_token_ids)))
+        fields = {name: value for name, value in vars(params).items() if not name.startswith("_")}
+        text = json.dumps([fields, sorted(stop_token_ids)], sort_keys=True, default=repr)
+        key = hashlib.sha256(text.encode()).digest()
+        result = self._results.get(key)
+        if result is None:
+            result = await asyncio.shield(self._trial(key, Constraint(params, stop_token_ids)))
         else:
-            self._verdicts.move_to_end(key)
-        if verdict.fault == UNKNOWN:
+            self._results.move_to_end(key)
+        if result.fault == "unknown":
             raise RequestError(
-                f"The grammar or schema could not be checked: {verdict.message}. Try again later.",
+                f"The grammar or schema could not be checked: {result.message}. Try again later.",
                 None,
                 503,
             )
-        if verdict.fault is not None:
+        if result.fault is not None:
             raise RequestError(
-                f"The grammar or schema of this request is {verdict.fault}: {verdict.message}.",
+                f"The grammar or schema of this request is {result.fault}: {result.message}.",
                 None,
             )
-        return verdict.backend
+        return result.backend
 
-    def _trial(self, key: bytes, constraint: Constraint) -> asyncio.Task[Verdict]:
+    def _trial(self, key: bytes, constraint: Constraint) -> asyncio.Task[Result]:
         """The check of a grammar, shared by all requests that wait for it."""
         task = self._trials.get(key)
         if task is None:
@@ -318,31 +311,31 @@ class GrammarCheck:
             self._trials[key] = task
         return task
 
-    async def _try(self, key: bytes, constraint: Constraint) -> Verdict:
+    async def _try(self, key: bytes, constraint: Constraint) -> Result:
         loop = asyncio.get_running_loop()
         try:
-            verdict = await loop.run_in_executor(self._thread, self._ask, constraint)
+            result = await loop.run_in_executor(self._thread, self._ask, constraint)
         finally:
             del self._trials[key]
-        if verdict.fault != UNKNOWN:
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > REMEMBERED:
-                self._verdicts.popitem(last=False)
-        return verdict
+        if result.fault != "unknown":
+            self._results[key] = result
+            if len(self._results) > REMEMBERED:
+                self._results.popitem(last=False)
+        return result
 
-    def _ask(self, constraint: Constraint) -> Verdict:
-        """The process's verdict. Runs in the thread."""
+    def _ask(self, constraint: Constraint) -> Result:
+        """The process's result. Runs in the thread."""
         try:
             if self._running():
                 self._connection.send(constraint)
                 if self._connection.poll(2 * WALL_FACTOR * self._limit_s):
-                    verdict: Verdict = self._connection.recv()
-                    return verdict
+                    result: Result = self._connection.recv()
+                    return result
         except (EOFError, OSError):
             pass
         logger.error("the grammar check process does not answer; restarting it")
         self._end()
-        return Verdict(UNKNOWN, "the process that checks it does not answer")
+        return Result("unknown", "the process that checks it does not answer")
 
     def _running(self) -> bool:
         """Start the process unless it runs; returns whether it runs. Runs in the thread."""
@@ -359,7 +352,7 @@ class GrammarCheck:
         if self._connection.poll(START_S):
             self._connection.recv()
             return True
-        # Otherwise its late ready message would be taken for its first verdict.
+        # Otherwise its late ready message would be taken for its first result.
         self._end()
         return False
 
@@ -371,7 +364,7 @@ class GrammarCheck:
         self._process = None
 
     def stop(self) -> None:
-        """End the process. Idempotent; checks in progress end without a verdict."""
+        """End the process. Idempotent; checks in progress end without a result."""
         process = self._process
         if process is not None:
             process.kill()  # a thread that waits for it returns

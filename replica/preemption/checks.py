@@ -54,8 +54,6 @@ class Paced:
     def __init__(
         self, ahead: int, event: Callable[[], Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if ahead < 0:
-            raise ValueError(f"launches cannot be {ahead} checks ahead of the device")
         self.ahead = ahead
         self._event = event
         self._clock = clock
@@ -128,10 +126,8 @@ class Checks:
     ) -> None:
         self.ahead = 0
         self.pacer: Pacer = Immediate()
-        self._words = words
         self._cells = words.cells
         self._suspend = suspend
-        self._rank = rank
         self._leads = rank == 0
         self._ranks = ranks
         self._task = 0
@@ -206,7 +202,6 @@ class Checks:
                 if not 0 <= cells[self._agreed] - self._here <= self.ahead:  # as agreed before
                     cells[self._agreed] = self._here + self.ahead
         if cells[self._agreed] == self._here:
-            self._words.note_stop(self._rank, self._here)
             self._suspend()
 
     def _wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:

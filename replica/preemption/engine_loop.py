@@ -10,6 +10,7 @@ import copy
 import logging
 import queue
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -42,10 +43,6 @@ _WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 
 _MIN_WAIT_S = 0.001
 """Interval of checks for decodes that have no capacity, seconds."""
-
-_DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
-    kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
-)
 
 _stock_step = EngineCore.step
 
@@ -93,9 +90,8 @@ class EngineLoop:
         self._decide()
         self.stats.rounds += 1
         self.stats.suspended = sum(task.suspended for task in self._stack)
-        self.stats.deepest = max(self.stats.deepest, self.stats.suspended)
         stop_s = self._scheduler.stop_s(self._stack)
-        self._scheduler.publish({**self.stats.summary(), "planned_stop_s": stop_s})
+        self._scheduler.publish({**asdict(self.stats), "planned_stop_s": stop_s})
         if not outputs and self._stack and not self._executor.answers:
             self._wait()
         return outputs, bool(self._stack) or bool(outputs)
@@ -123,7 +119,7 @@ class EngineLoop:
         if not isinstance(answer, Failed):
             self.stats.discards += 1
             return {}
-        if not task.checked or isinstance(answer.error, _DEVICE_ERRORS):
+        if not task.checked or isinstance(answer.error, torch.AcceleratorError):
             # The state of vLLM's own runner, or of the device, is unknown now.
             raise RuntimeError("a batch failed") from answer.error
         logger.error("a prefill failed", exc_info=answer.error)

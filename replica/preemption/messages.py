@@ -17,15 +17,11 @@ REACHED: Final = 0
 
 ANY_TASK: Final = -1
 
-MAX_RANKS: Final = 16
-"""Max workers that share one engine's words."""
-
 MAX_CHECKS: Final = 1 << 20
 """Max checks of one task."""
 
 _SLOTS = 128
-_STOPPED = 1
-_STOP = _STOPPED + MAX_RANKS
+_STOP = 1
 _AGREED = _STOP + _SLOTS
 _BYTES = 8 * (_AGREED + _SLOTS)
 
@@ -60,24 +56,15 @@ class ControlWords:
         """New words, all 0. Raises OSError: ``path`` cannot be made."""
         if path is None:
             return cls(mmap.mmap(-1, _BYTES))
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(descriptor, _BYTES)
-            return cls(mmap.mmap(descriptor, _BYTES))
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as file:
+            file.truncate(_BYTES)
+            return cls(mmap.mmap(file.fileno(), _BYTES))
 
     @classmethod
     def open(cls, path: Path) -> ControlWords:
         """Open another process's words. Raises OSError, or ValueError: the size is wrong."""
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != _BYTES:
-                raise ValueError(f"{path} has {size} bytes, control words have {_BYTES}")
-            return cls(mmap.mmap(descriptor, _BYTES))
-        finally:
-            os.close(descriptor)
+        with path.open("r+b") as file:
+            return cls(mmap.mmap(file.fileno(), _BYTES))
 
     def stop(self, task: int) -> None:
         """Have ``task`` stop at its next check, or the next one that its workers agree on."""
@@ -96,14 +83,6 @@ class ControlWords:
         """The computing task and its passed checks, as a mark; 0 for one without checks."""
         return self.cells[REACHED]
 
-    def note_stop(self, rank: int, at: int) -> None:
-        """Worker ``rank`` stops at the mark ``at``."""
-        self.cells[_STOPPED + rank] = at
-
-    def stopped(self, ranks: int) -> tuple[int, ...]:
-        """Where each of the first ``ranks`` workers stopped last, as marks."""
-        return tuple(self.cells[_STOPPED : _STOPPED + ranks])
-
 
 class RunTask(NamedTuple):
     """Compute ``batch``: now, or inside the check of the task that received the stop signal.
@@ -116,13 +95,13 @@ class RunTask(NamedTuple):
 
 
 class ResumeTask(NamedTuple):
-    """Resume the task that was suspended last. Any other task ignores it."""
+    """Resume the task that was suspended last; any other one ignores it."""
 
     task: int
 
 
 class DiscardTask(NamedTuple):
-    """Discard the task that was suspended last. Any other task ignores it."""
+    """Discard the task that was suspended last; any other one ignores it."""
 
     task: int
 

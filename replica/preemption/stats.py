@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from sluice.replica.preemption.messages import Timing
 from sluice.scheduling.fleet.state import STOP_BUCKETS_S
@@ -40,20 +38,14 @@ class TaskWatchdog:
         return left_s
 
 
-_KEPT = 1024
-
-
 @dataclass(slots=True)
 class Stats:
-    """Counts since the start; times in seconds, from stop signals to stops.
-
-    ``suspended`` and ``deepest`` are the present and the max number of suspended prefills.
-    ``late_stops``: signals to prefills that ended before they saw them. ``reserved_bytes``: on one
-    worker."""
+    """Counts since the start, as in the state table; ``stop_s``: from stop signals to stops.
+    ``suspended``: prefills now; ``late_stops``: signals to prefills that ended before they saw
+    them; ``reserved_bytes``: on one worker."""
 
     rounds: int = 0
     suspended: int = 0
-    deepest: int = 0
     suspensions: int = 0
     late_stops: int = 0
     resumes: int = 0
@@ -63,7 +55,6 @@ class Stats:
     reserved_bytes: int = 0
     stop_s: float = 0.0
     stop_histogram: list[int] = field(default_factory=lambda: [0] * (len(STOP_BUCKETS_S) + 1))
-    latest_stop_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def ended(self, signalled_s: list[float], timing: Timing) -> list[float]:
         """A task ended that had stop signals at these times; how long each stop took."""
@@ -75,12 +66,4 @@ class Stats:
         for each_s in took_s:
             self.stop_s += each_s
             self.stop_histogram[bisect_left(STOP_BUCKETS_S, each_s)] += 1
-        self.latest_stop_s.extend(took_s)
         return took_s
-
-    def summary(self) -> dict[str, Any]:
-        """The fields of the state table."""
-        hidden = ("deepest", "latest_stop_s")
-        return {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in hidden
-        }

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 import vllm
 from vllm.config import CompilationMode
 
-from sluice.replica.preemption.messages import MAX_RANKS
 from sluice.replica.preemption.worker import SHARED_NAMES
 from sluice.replica.vllm.contract import WITH_PREEMPTION, Part
 from sluice.replica.vllm.scheduler import prepare
@@ -126,7 +125,6 @@ def _rules(vllm_config: Any) -> tuple[tuple[bool, str], ...]:
         backend = f"{backend.__module__}.{backend.__qualname__}"
     return (
         (parallel.world_size == ranks, "the only parallelism may be that of tensors"),
-        (ranks <= MAX_RANKS, f"tensor-parallel-size must be at most {MAX_RANKS}"),
         (parallel.nnodes == 1, "all workers must be on one node"),
         (parallel.decode_context_parallel_size == 1, "decode-context-parallel-size must be 1"),
         (not parallel.enable_expert_parallel, "expert parallelism must be off"),

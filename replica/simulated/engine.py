@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     request_key,
 )
-from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineInfo, check_resume, check_transfer, table_capacity
 from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
 from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
@@ -43,39 +44,26 @@ _MAX_LAG_S = 0.01
 about a millisecond, which must not add up, and a stall must not be replayed as a burst."""
 
 
+@dataclass(slots=True, eq=False)
 class _LiveCall:
-    """Tokens of each choice of a live call, and its consumer; a slow one gets larger chunks."""
+    """A live call: ``emitted`` tokens of each choice, of which ``left`` have not ended. A slow
+    consumer gets larger chunks."""
 
-    __slots__ = (
-        "aborted",
-        "emitted",
-        "first_choice_s",
-        "left",
-        "prefill_only",
-        "progress",
-        "received_s",
-        "request_id",
-        "resumable",
-        "resume",
-        "sequences",
-        "started_s",
-        "stream",
-    )
+    request: EngineRequest
+    received_s: float
+    stream: bool
+    emitted: list[int]
+    left: int
+    sequences: list[SimulatedSequence] = field(default_factory=list)
+    first_choice_s: list[float] = field(default_factory=list)
+    started_s: float | None = None
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: bool = False
 
-    def __init__(self, request: EngineRequest, call: Call, received_s: float) -> None:
-        self.request_id = request.request_id
-        self.prefill_only = request.prefill_only
-        self.stream = call.stream and not request.prefill_only
-        self.received_s = received_s
-        self.sequences: list[SimulatedSequence] = []
-        self.resumable = request.resumable and call.choices == 1
-        self.resume = request.resume
-        self.emitted = [request.resumed_tokens] * call.choices
-        self.left = call.choices
-        self.first_choice_s: list[float] = []
-        self.started_s: float | None = None
-        self.progress = asyncio.Event()
-        self.aborted = False
+    @property
+    def queued_s(self) -> float:
+        """From its arrival until its first sequence ran."""
+        return 0.0 if self.started_s is None else self.started_s - self.received_s
 
 
 class SimulatedEngine:
@@ -99,16 +87,9 @@ class SimulatedEngine:
         self._clock = clock
         self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
         self._table.set_role(role)
-        log = None
-        if config.batch_log is not None:
-            log = BatchLog(config.batch_log / f"{replica_id}.jsonl")
-        scheduler = LocalScheduler(
-            policy,
-            self._table,
-            profile.model.with_headroom(config.headroom),
-            log,
-            of_role=of_role,
-        )
+        log = config.batch_log and BatchLog(config.batch_log / f"{replica_id}.jsonl")
+        model = profile.model.with_headroom(config.headroom)
+        scheduler = LocalScheduler(policy, self._table, model, log, of_role=of_role)
         self._replica_id = replica_id
         self._config = config.simulated
         self._scheduler = scheduler
@@ -165,7 +146,7 @@ class SimulatedEngine:
         try:
             response_id = request.resume.response_id if request.resume else request.request_id
             writer = ResponseWriter(call, response_id, self._info.model, int(time.time()))
-            if live.prefill_only:
+            if request.prefill_only:
                 respond = self._prefill(live, self._kv_handle(call, request))
             elif live.stream:
                 respond = self._stream(live, writer)
@@ -173,11 +154,10 @@ class SimulatedEngine:
                 respond = self._respond(live, writer)
             async for item in respond:
                 yield item
-            if not live.aborted and not live.prefill_only:
+            if not live.aborted and not request.prefill_only:
                 offsets = () if live.stream else tuple(live.first_choice_s)
                 prompt_tokens = sum(prompt.tokens for prompt in call.prompts)
-                queued_s = _queued_s(live)
-                yield ResponseTail(prompt_tokens, sum(live.emitted), offsets, queued_s)
+                yield ResponseTail(prompt_tokens, sum(live.emitted), offsets, live.queued_s)
         finally:
             self._drop(live)
 
@@ -187,11 +167,12 @@ class SimulatedEngine:
             message = f"The engine serves at most {limit} sequences at once. Try again later."
             raise RequestError(message, None, 503)
         cached_tokens = self._stop(request.kv_of_request) if request.kv_of_request else 0
-        live = _LiveCall(request, call, received_s)
+        resumed, choices = request.resumed_tokens, call.choices
+        stream = call.stream and not request.prefill_only
+        live = _LiveCall(request, received_s, stream, [resumed] * choices, choices)
         args = RequestArgs.of(request, received_s)
         key = request_key(request.request_id)
         transfer = self._transfer(call, request, received_s)
-        resumed = request.resumed_tokens
         if resumed > call.max_tokens:
             raise RequestError(f"{resumed} tokens were sent of {call.max_tokens}.", None)
         if resumed == call.max_tokens:
@@ -202,11 +183,11 @@ class SimulatedEngine:
                 args,
                 key,
                 call.prompts[choice // call.n].tokens + resumed,
-                1 if live.prefill_only else call.max_tokens - resumed,
+                1 if request.prefill_only else call.max_tokens - resumed,
                 live,
                 choice,
                 transfer,
-                live.prefill_only,
+                request.prefill_only,
                 cached_tokens,
             )
             live.sequences.append(sequence)
@@ -218,7 +199,7 @@ class SimulatedEngine:
     def _stop(self, request_id: str) -> int:
         """Stop a live request. Returns how many tokens' KV it had."""
         for live in tuple(self._calls):
-            if live.request_id == request_id and live.left:
+            if live.request.request_id == request_id and live.left:
                 computed = self._core.computed_tokens(live.sequences[0])
                 live.aborted = True
                 self._drop(live)
@@ -236,8 +217,7 @@ class SimulatedEngine:
         ):
             self._scheduler.kv_failed()
             return None
-        tokens = kv_handle.prompt_tokens
-        seconds = self._config.transfer_s + tokens * 1e-5  # of each token
+        seconds = self._config.transfer_s + kv_handle.prompt_tokens * 1e-5  # of each token
         return Transfer(now_s, now_s + seconds)
 
     def _kv_handle(self, call: Call, request: EngineRequest) -> KVHandle:
@@ -250,7 +230,7 @@ class SimulatedEngine:
         if not live.aborted:
             yield ResponseHead(200, "application/json")
             tokens = kv_handle.prompt_tokens
-            yield ResponseTail(tokens, 0, queued_s=_queued_s(live), kv_handle=kv_handle)
+            yield ResponseTail(tokens, 0, queued_s=live.queued_s, kv_handle=kv_handle)
 
     async def _stream(self, live: _LiveCall, writer: ResponseWriter) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, EVENT_STREAM)
@@ -258,7 +238,8 @@ class SimulatedEngine:
         if opening:
             yield ResponseChunk(opening)
         sent = [0] * len(live.emitted)
-        for tokens in filter(None, live.resume.chunks if live.resume else ()):
+        resume = live.request.resume
+        for tokens in filter(None, resume.chunks if resume else ()):
             yield self._chunk(live, writer, 0, sent[0], sent[0] + tokens)
             sent[0] += tokens
         unfinished = True
@@ -278,7 +259,8 @@ class SimulatedEngine:
         self, live: _LiveCall, writer: ResponseWriter, choice: int, start: int, stop: int
     ) -> ResponseChunk:
         """Tokens ``start`` to ``stop`` of a choice; a token's id is its position."""
-        ids = tuple(range(start, stop)) if live.resumable else ()
+        resumable = live.request.resumable and len(live.emitted) == 1
+        ids = tuple(range(start, stop)) if resumable else ()
         return ResponseChunk(writer.delta(choice, start, stop), 0 if choice else stop - start, ids)
 
     async def _respond(
@@ -405,19 +387,11 @@ class SimulatedEngine:
             self._die("it was stopped")
 
 
-def _queued_s(live: _LiveCall) -> float:
-    return 0.0 if live.started_s is None else live.started_s - live.received_s
-
-
 def _profile(config: EngineConfig) -> LatencyProfile:
     if config.latency_profile is not None:
         return LatencyProfile.from_json(config.latency_profile.read_text(encoding="utf-8"))
-    truth: SimulatedEngineConfig = config.simulated
+    own = config.simulated
     # With free tokens a planner would promise any SLO.
-    model = LinearLatency(
-        truth.step_s,
-        max(truth.token_s, 1e-7),
-        truth.context_token_s,
-        truth.quadratic_s,
-    )
+    token_s = max(own.token_s, 1e-7)
+    model = LinearLatency(own.step_s, token_s, own.context_token_s, own.quadratic_s)
     return LatencyProfile.of("simulated", model, None)

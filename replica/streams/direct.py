@@ -29,7 +29,6 @@ from sluice.protocol.streams import TICKET_HEADER
 
 FETCH_S: Final = 10.0  # Timeout for the reader of a stream to connect, seconds
 
-
 MAX_HEAD_BYTES: Final = 64 << 10
 """Maximum head of a request, bytes. Envoy's default limit is 60 KiB."""
 
@@ -90,7 +89,7 @@ async def sent_directly(
         stream = port.open(patience_s)
         stream.on_left = lambda: on_left(ClientLeftError())
         sent: list[tuple[int, float, int]] = []
-        told_s = -inf
+        reported_s = -inf
         try:
             async for item in items:
                 now_s = asyncio.get_running_loop().time()
@@ -99,10 +98,10 @@ async def sent_directly(
                     offset_s = now_s - began_s if item.data else item.offset_s or now_s - began_s
                     sent.append((item.tokens, offset_s, item.reasoned))
                 ended = isinstance(item, ResponseTail)
-                if sent and (ended or now_s >= told_s + 0.5):
-                    if told_s == -inf:
+                if sent and (ended or now_s >= reported_s + 0.5):
+                    if reported_s == -inf:
                         yield head._replace(fetch=stream.offer())
-                    told_s = now_s
+                    reported_s = now_s
                     yield _report(sent)
                     sent.clear()
                 # Only after the reader has got the address: sending a long chunk waits for the
@@ -110,7 +109,7 @@ async def sent_directly(
                 if isinstance(item, ResponseChunk):
                     await stream.send(item)
                 if ended:
-                    if told_s == -inf:
+                    if reported_s == -inf:
                         yield head  # there is nothing to fetch
                     else:
                         await stream.end()
@@ -133,7 +132,7 @@ class DirectStream:
         self._port = port
         self._name = name
         self._patience_s = patience_s
-        self._secret = secrets.token_urlsafe(24)
+        self.secret = secrets.token_urlsafe(24)
         self._data: list[bytes] = []
         self._waiting_bytes = 0
         self._flushing = False
@@ -145,13 +144,13 @@ class DirectStream:
         self._ended = False
         self.left = False
         """Whether the reader left before the end, or never connected."""
-        self.on_left: Callable[[], None] = _nothing
+        self.on_left: Callable[[], None] = lambda: None
         """Called when that happens before :meth:`close`."""
 
     def offer(self) -> str:
         """``HOST:PORT TICKET``. From now on the stream can be fetched, within :data:`FETCH_S`."""
         self._port.offer(self._name, self)
-        return f"{self._port.address} {self._name}.{self._secret}"
+        return f"{self._port.address} {self._name}.{self.secret}"
 
     async def send(self, chunk: ResponseChunk) -> None:
         """Send a chunk; waits while the reader is slow, or much is buffered without a reader.
@@ -182,26 +181,22 @@ class DirectStream:
     def close(self) -> None:
         """Cut the stream if its reader has not read all of it. Idempotent."""
         self._port.forget(self._name)
-        self.on_left = _nothing
+        self.on_left = lambda: None
         if self._transport is not None and not self._gone.is_set():
             self._transport.abort()
 
-    def opens(self, secret: str) -> bool:
-        """Whether a ticket with this secret opens the stream."""
-        return hmac.compare_digest(self._secret.encode(), secret.encode())
-
-    def taken_by(self, transport: asyncio.Transport) -> None:
-        """Its reader is here."""
+    def begin(self, transport: asyncio.Transport) -> None:
+        """The reader has connected."""
         self._transport = transport
         self._flush(_BEGIN)
 
-    def reader_has_room(self, room: bool) -> None:
-        """Whether the reader can take more data now."""
-        self._paused = not room
-        if room:
-            self._room.set()
-        else:
+    def pause(self, paused: bool) -> None:
+        """Whether the reader can take no data now."""
+        self._paused = paused
+        if paused:
             self._room.clear()
+        else:
+            self._room.set()
 
     def reader_gone(self, error: Exception | None) -> None:
         """The connection has ended, or the reader never connected."""
@@ -233,10 +228,6 @@ class DirectStream:
             self._room.set()
         if self._ended:
             self._transport.close()
-
-
-def _nothing() -> None:
-    """No callback is registered."""
 
 
 class _Reader(asyncio.Protocol):
@@ -273,15 +264,15 @@ class _Reader(asyncio.Protocol):
             return
         self._received.clear()
         self._port.stranger_went(self)
-        self._stream.taken_by(self.transport)
+        self._stream.begin(self.transport)
 
     def pause_writing(self) -> None:
         if self._stream is not None:
-            self._stream.reader_has_room(False)
+            self._stream.pause(True)
 
     def resume_writing(self) -> None:
         if self._stream is not None:
-            self._stream.reader_has_room(True)
+            self._stream.pause(False)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._port.stranger_went(self)
@@ -335,7 +326,7 @@ class DirectPort:
         """The stream that a ticket opens. A ticket is valid once."""
         name, _, secret = ticket.partition(".")
         stream = self._unclaimed.get(name)
-        if stream is None or not stream.opens(secret):
+        if stream is None or not hmac.compare_digest(stream.secret.encode(), secret.encode()):
             return None
         return self._unclaimed.pop(name)
 

@@ -64,7 +64,7 @@ class Response:
         self._room: asyncio.Event | None = None
         self.over = bool(self._items)
         self.error: BaseException | None = None
-        self.close: Callable[[], None] = _nothing
+        self.close: Callable[[], None] = lambda: None
         """The consumer calls this exactly once, in any case: it stops the work that is still in
         progress."""
 
@@ -101,10 +101,6 @@ class Response:
         if self._room is not None:
             self._room.set()
         return batch
-
-
-def _nothing() -> None:
-    """For a complete response: there is nothing to stop."""
 
 
 MAX_CONNECTIONS = 1024  # Max connections that have shown the token: each router has one
@@ -196,19 +192,20 @@ def joined(first: ResponseSent | None, second: ResponseSent) -> ResponseSent:
     )
 
 
+_ENDINGS: dict[type[BaseException] | type[None], Ending] = {
+    type(None): Ending.EARLY,
+    EngineDeadError: Ending.ENGINE_DEAD,
+    ClientStalledError: Ending.STALLED,
+    ClientLeftError: Ending.LEFT,
+    asyncio.CancelledError: Ending.CANCELLED,
+}
+
+
 def _ending_of(error: BaseException | None) -> Ending:
-    if error is None:
-        return Ending.EARLY
-    if isinstance(error, EngineDeadError):
-        return Ending.ENGINE_DEAD
-    if isinstance(error, ClientStalledError):
-        return Ending.STALLED
-    if isinstance(error, ClientLeftError):
-        return Ending.LEFT
-    if isinstance(error, asyncio.CancelledError):
-        return Ending.CANCELLED
-    _log.error("a response failed", exc_info=error)
-    return Ending.FAILED
+    known = next((own for kind, own in _ENDINGS.items() if isinstance(error, kind)), None)
+    if known is None:
+        _log.error("a response failed", exc_info=error)
+    return known or Ending.FAILED
 
 
 class _Connection(Guest):

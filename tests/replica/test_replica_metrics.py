@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,7 +52,7 @@ def test_what_suspensions_cost_is_there() -> None:
     stats = Stats(rounds=9, suspended=1, resumes=2, discards=1, decide_s=0.5)
     timing = Timing(0.0, 9.0, 3.0, (1.002, 2.3), 40)
     stats.ended([1.0, 2.0, 4.0], timing)
-    table.write(**stats.summary())
+    table.write(**asdict(stats))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
     samples = scrape(registry)

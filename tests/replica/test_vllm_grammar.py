@@ -146,9 +146,9 @@ async def test_an_ordinary_grammar_passes_and_is_tried_once(engine, kind):
     for turn in range(2):
         status, body = await answer(engine, f"{name}-{turn}", **GOOD[kind])
         assert status == 200, body
-    known = len(engine._llm.grammars._verdicts)
+    known = len(engine._llm.grammars._results)
     await answer(engine, f"{name}-again", **GOOD[kind])
-    assert len(engine._llm.grammars._verdicts) == known
+    assert len(engine._llm.grammars._results) == known
 
 
 async def stock(engine, **body):

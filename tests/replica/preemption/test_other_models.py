@@ -7,8 +7,7 @@ import pytest
 
 from sluice.replica.vllm.local_model import local_model
 from tests.lora_adapter import write_adapter
-from tests.replica.preemption.engine import CheckedEngine
-from tests.replica.preemption.trials import nested_work, random_trials
+from tests.replica.preemption.trials import CheckedEngine, nested_work, random_trials
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 

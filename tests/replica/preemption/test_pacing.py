@@ -1,4 +1,5 @@
-"""Launches stay near the device, whatever it and the host do; with a device that is a queue."""
+"""Launches stay near the device, and several workers agree on a check at which all of them stop,
+whatever they do; with a device that is a queue."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -7,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.preemption.checks import Checks, Immediate, Paced, distance, pacer_for
+from sluice.replica.preemption.checks import (
+    Checks,
+    Immediate,
+    NoChecksError,
+    Paced,
+    distance,
+    pacer_for,
+)
 from sluice.replica.preemption.messages import ControlWords, Done, Exit, ResumeTask, RunTask
 from sluice.replica.preemption.worker import TaskRunner
 
@@ -154,6 +162,12 @@ def test_a_nested_task_waits_behind_what_the_suspended_one_has_queued():
     assert long.timing.busy_s == 100.0
 
 
+def distance_of(layer):
+    names = [f"layers.{index}" for index in range(6)]
+    counts = (dict.fromkeys(names, each) for each in (len(layer), sum(layer)))
+    return distance(*map(Counter, counts))
+
+
 class Ranks:
     """Workers that compute one task, each on a device that others' wait for in reductions."""
 
@@ -167,9 +181,7 @@ class Ranks:
 
     def _host(self, rank, ranks, layer, ahead, task):
         checks = Checks(self.words, lambda: self.stops[rank].append(checks.passed), rank, ranks)
-        names = [f"layers.{index}" for index in range(6)]
-        reductions = Counter({name: sum(layer) for name in names})
-        checks.ahead = ahead + distance(Counter({name: len(layer) for name in names}), reductions)
+        checks.ahead = ahead + distance_of(layer)
         with checks.running(task):
             for _ in self.operators:
                 while self.launched[rank] - self.done[rank] > ahead:
@@ -195,35 +207,51 @@ class Ranks:
     def computing(self):
         return min(self.done) < len(self.operators)
 
+    def finish(self):
+        while self.computing:
+            for rank in range(len(self.done)):
+                self.go(rank)
+                self.compute(rank)
+
+
+layers = st.lists(st.booleans(), max_size=6).map(lambda reduces: [*reduces, True])
+"""Whether workers wait for each other in each operator of a layer. What a layer hands on is
+reduced."""
+
 
 @given(
-    st.lists(st.booleans(), min_size=1, max_size=5).map(lambda reduces: [*reduces, True]),
-    st.integers(2, 3),
+    layers,
+    st.integers(2, 4),
     st.integers(0, 4),
-    st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=150),
-    st.sets(st.integers(0, 149), max_size=3),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=150),
+    st.sets(st.integers(0, 149), max_size=4),
 )
-def test_workers_agree_though_their_launches_run_ahead(layer, ranks, ahead, turns, signals):
+def test_workers_agree_where_all_of_them_stop(layer, ranks, ahead, turns, signals):
     workers = Ranks(ranks, layer, ahead, task=77)
     for at, (launches, rank) in enumerate(turns):
         if at in signals:
             workers.words.stop(77)
         (workers.go if launches else workers.compute)(rank % ranks)
-    while workers.computing:
-        for rank in range(ranks):
-            workers.go(rank)
-            workers.compute(rank)
+    workers.finish()
     assert all(stops == workers.stops[0] for stops in workers.stops)
+
+
+@given(layers, st.integers(2, 4), st.integers(0, 4))
+def test_a_task_that_has_just_begun_stops_within_the_distance(layer, ranks, ahead):
+    workers = Ranks(ranks, layer, ahead, task=5)
+    workers.words.stop(5)
+    workers.finish()
+    last = 1 + distance_of(layer) + ahead
+    assert workers.stops == [[last] if last <= len(workers.operators) else []] * ranks
+
+
+def test_without_reductions_nobody_can_agree():
+    checks = Counter({"layers.0": 5, "layers.1": 5})
+    with pytest.raises(NoChecksError, match=r"layers\.1 has no reduction"):
+        distance(checks, Counter({"layers.0": 2}))
 
 
 def test_a_cpu_is_never_behind():
     import torch
 
-    pacer = pacer_for(torch.device("cpu"))
-    assert isinstance(pacer, Immediate)
-    assert pacer.ahead == 0
-
-
-def test_a_negative_distance_is_refused():
-    with pytest.raises(ValueError, match="-1 checks ahead"):
-        Paced(-1, Device().event)
+    assert isinstance(pacer_for(torch.device("cpu")), Immediate)

@@ -14,8 +14,7 @@ from sluice.replica.vllm.setup import transfer_argument
 from tests.replica.attentive import attentive_model
 from tests.replica.engines import EngineProcess
 from tests.replica.in_process import InProcess
-from tests.replica.preemption.engine import CheckedEngine
-from tests.replica.preemption.trials import nested_work, run_nested
+from tests.replica.preemption.trials import CheckedEngine, nested_work, run_nested
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 

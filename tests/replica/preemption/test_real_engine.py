@@ -4,6 +4,7 @@ drafts n-grams, so in each of the tests decodes check drafts."""
 import math
 import random
 import time
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 
@@ -14,8 +15,7 @@ from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare, DecodeTurns
 from tests.replica.engines import EngineProcess, StockEngine, Work
-from tests.replica.preemption.engine import CheckedEngine
-from tests.replica.preemption.trials import nested_work, random_trials, run_nested
+from tests.replica.preemption.trials import CheckedEngine, nested_work, random_trials, run_nested
 from tests.replica.preemption.waits import BOUNDS, STOCK, WAYS, Bench, Prompts, random_prompt
 
 pytestmark = pytest.mark.vllm
@@ -103,11 +103,35 @@ def watch_counters(engine):
     return published
 
 
+def tokens_of(results):
+    return {name: result.tokens for name, result in results.items()}
+
+
 def texts(engine, made):
     """The tokens of requests that arrive together, on any engine."""
     for work in made:
         engine.add(work)
-    return {name: result.tokens for name, result in engine.run().items()}
+    return tokens_of(engine.run())
+
+
+def alone(engine, made):
+    """The tokens of requests that run alone; the engine is empty afterwards."""
+    found = tokens_of({work.name: engine.alone(work) for work in made})
+    engine.reset()
+    return found
+
+
+def failing(engine, at):
+    """From now on an operator fails after ``at`` checks."""
+    stock, seen = engine._checks.check, []
+
+    def check():
+        seen.append(True)
+        if len(seen) == at:
+            raise ArithmeticError("as if an operator failed")
+        stock()
+
+    engine._checks.check = check
 
 
 @pytest.mark.release
@@ -128,7 +152,7 @@ def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, st
         expected = stock.call(texts, made)
         engine.reset()
         results = run_nested(engine, made, chance, checks)
-        assert {name: result.tokens for name, result in results.items()} == expected
+        assert tokens_of(results) == expected
         parts = [
             work._replace(prompt=[*work.prompt, *expected[work.name][:30]], output=10)
             for work in made
@@ -190,31 +214,23 @@ class TestPrefixCache:
 
 
 class TestAbort:
-    def run(self, engine, aborted):
+    @pytest.mark.parametrize(
+        "aborted", [["w0"], ["w1"], ["w1", "w0"]], ids=["suspended", "running", "both"]
+    )
+    def test_of_prefills_in_flight(self, engine, aborted):
         """``w0`` is stopped by ``w1`` in its middle; ``aborted`` end at a check of ``w1``."""
         middle = engine.use() // 2
         made = nested_work(random.Random(6), 1)
-        expected = {work.name: engine.alone(work) for work in made}
-        engine.reset()
+        expected = alone(engine, made)
         later = middle + 4
         engine.at_checks(
             {middle: lambda: engine.add(made[1]), later: lambda: engine.abort(aborted)},
             waits={middle, later} if "w1" in aborted else {middle},
         )
         engine.add(made[0])
-        results = engine.run()
-        for name, result in results.items():
-            assert result.tokens == expected[name].tokens
-        return set(results)
-
-    def test_of_a_suspended_prefill(self, engine):
-        assert self.run(engine, ["w0"]) == {"w1"}
-
-    def test_of_the_running_one(self, engine):
-        assert self.run(engine, ["w1"]) == {"w0"}
-
-    def test_of_both(self, engine):
-        assert self.run(engine, ["w1", "w0"]) == set()
+        assert tokens_of(engine.run()) == {
+            name: tokens for name, tokens in expected.items() if name not in aborted
+        }
 
     def test_in_any_order_with_arrivals_and_ends(self, engine):
         """What has not ended has its tokens, and every stop signal is counted once."""
@@ -222,8 +238,7 @@ class TestAbort:
         for _ in range(TRIALS):
             checks = engine.use()
             made = nested_work(chance, DEPTH)
-            expected = {work.name: engine.alone(work) for work in made}
-            engine.reset()
+            expected = alone(engine, made)
             actions = [partial(engine.add, work) for work in made[1:]]
             aborted = [work.name for work in made if chance.random() < 0.5]
             actions += [partial(engine.abort, [name]) for name in aborted]
@@ -233,65 +248,56 @@ class TestAbort:
             engine.add(made[0])
             results = engine.run()
             for name in results.keys() - aborted:
-                assert results[name].tokens == expected[name].tokens
+                assert results[name].tokens == expected[name]
 
     def test_of_one_that_waits(self, engine):
         middle = engine.use() // 2
-        made = nested_work(random.Random(7), 1)
-        calm = made[1]._replace(ttft_s=9000.0)
-        expected = engine.alone(made[0])
-        engine.reset()
+        first, calm = nested_work(random.Random(7), 1)
+        calm = calm._replace(ttft_s=9000.0)
+        expected = alone(engine, [first])
         engine.at_checks(
             {middle: lambda: engine.add(calm), middle + 2: lambda: engine.abort([calm.name])},
             waits=(),
         )
-        engine.add(made[0])
-        results = engine.run()
-        assert {name: result.tokens for name, result in results.items()} == {"w0": expected.tokens}
+        engine.add(first)
+        assert tokens_of(engine.run()) == expected
 
 
 def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
-    checks = engine.use()
+    middle = engine.use() // 2
     made = nested_work(random.Random(8), 2)
-    expected = {work.name: engine.alone(work) for work in made}
-    engine.reset()
-    middle = checks // 2
+    expected = alone(engine, made[:2])
     engine.at_checks({middle: lambda: engine.add(made[1]), 2 * middle: lambda: engine.add(made[2])})
-    stock = engine._checks.check
-    seen = []
-
-    def check():
-        seen.append(True)
-        if len(seen) == 2 * middle + 4:  # in the innermost
-            raise ArithmeticError("as if an operator failed")
-        stock()
-
-    engine._checks.check = check
+    failing(engine, 2 * middle + 4)  # in the innermost
     engine.add(made[0])
     results = engine.run()
-    assert results[made[2].name].reason == "error"
-    for work in made[:2]:
-        assert results[work.name].tokens == expected[work.name].tokens
+    assert results.pop(made[2].name).reason == "error"
+    assert tokens_of(results) == expected
 
 
-def test_a_prefill_without_room_stops_nobody(engine):
+def urgent_without_room():
     """The blocks suffice for each alone, but not for both."""
-    checks = engine.use()
     chance = random.Random(9)
-    long, urgent = (
-        Work(name, [chance.randrange(300, 1000) for _ in range(1000)], 2, ttft_s)
-        for name, ttft_s in (("long", 4000.0), ("urgent", 1000.0))
-    )
+    return [Work(name, random_prompt(chance, 1000), 2, s) for name, s in (("w0", 4e3), ("w1", 1e3))]
+
+
+def best_effort_urgent():
+    # No decode, which may stop a prefill.
+    long, urgent = nested_work(random.Random(10), 1, output=1)
+    return [long, urgent._replace(best_effort=True)]
+
+
+@pytest.mark.parametrize("work", [urgent_without_room, best_effort_urgent])
+def test_what_has_no_blocks_or_no_guarantee_stops_nobody(engine, work):
+    middle = engine.use() // 2
     assert 2 * -(-1000 // engine.scheduler.block_size) > BLOCKS - 1
-    expected = {work.name: engine.alone(work) for work in (long, urgent)}
-    engine.reset()
-    engine.at_checks({checks // 2: lambda: engine.add(urgent)}, waits=())
+    long, urgent = work()
+    expected = alone(engine, [long, urgent])
+    engine.at_checks({middle: lambda: engine.add(urgent)}, waits=())
     engine.add(long)
     before = engine.stats.suspensions
-    results = engine.run()
+    assert tokens_of(engine.run()) == expected
     assert engine.stats.suspensions == before
-    for work in (long, urgent):
-        assert results[work.name].tokens == expected[work.name].tokens
 
 
 @pytest.mark.release
@@ -309,45 +315,28 @@ def test_the_benchmark_compares_with_stock_vllm(engine, stock):
     assert set(found["overhead"]) == {"checks", "prefill", "decode"}
 
 
-def test_best_effort_stops_nobody(engine):
-    middle = engine.use() // 2
-    made = nested_work(random.Random(10), 1, output=1)  # no decode, which may stop a prefill
-    urgent = made[1]._replace(best_effort=True)
-    expected = {work.name: engine.alone(work) for work in made}
-    engine.reset()
-    engine.at_checks({middle: lambda: engine.add(urgent)}, waits=())
-    engine.add(made[0])
-    before = engine.stats.suspensions
-    results = engine.run()
-    assert engine.stats.suspensions == before
-    for work in made:
-        assert results[work.name].tokens == expected[work.name].tokens
-
-
 def test_a_late_guaranteed_prefill_stops_and_precedes_one_without_a_guarantee(engine):
     """It would preempt no guaranteed one, as it is late; and the other one stops it in no case."""
     middle = engine.use() // 2
     made = nested_work(random.Random(13), 1, output=1)
     free, late = made[0]._replace(best_effort=True), made[1]
-    expected = {work.name: engine.alone(work) for work in (free, late)}
-    engine.reset()
+    expected = alone(engine, [free, late])
     long_ago_s = time.monotonic() - 2 * late.ttft_s
     engine.at_checks({middle: lambda: engine.add(late, long_ago_s)})
     engine.add(free)
     before = engine.stats.suspensions
-    results = engine.run()
+    assert tokens_of(engine.run()) == expected
     assert engine.stats.suspensions == before + 1
-    for work in (free, late):
-        assert results[work.name].tokens == expected[work.name].tokens
     engine.reset()
     engine.add(free)
     engine.add(late, long_ago_s)
-    ended = list(engine.run())
-    assert ended == [late.name, free.name]
+    assert list(engine.run()) == [late.name, free.name]
 
 
 @pytest.mark.parametrize(
-    ("tpot_s", "best_effort", "stops"), [(0.1, False, 1), (600.0, False, 0), (0.1, True, 0)]
+    ("tpot_s", "best_effort", "stops"),
+    [(0.1, False, True), (600.0, False, False), (0.1, True, False)],
+    ids=["short TPOT", "long TPOT", "best effort"],
 )
 def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best_effort, stops):
     """A prefill takes longer than a short TPOT, but not than a long one. No decode without a
@@ -371,7 +360,7 @@ def test_a_decode_stops_a_prefill_when_its_own_token_is_due(engine, tpot_s, best
     engine.add(decode)
     before = engine.stats.suspensions
     assert set(engine.run()) == {"decode", "long"}
-    assert (engine.stats.suspensions > before) == bool(stops)
+    assert (engine.stats.suspensions > before) == stops
 
 
 @pytest.mark.parametrize(
@@ -434,19 +423,15 @@ def test_what_has_waited_long_has_a_share_of_the_engine(engine, monkeypatch):
 def test_no_more_prefills_are_suspended_than_allowed(engine):
     engine.use()
     made = nested_work(random.Random(11), DEPTH + 2, output=1)
-    expected = {work.name: engine.alone(work) for work in made}
-    engine.reset()
+    expected = alone(engine, made)
     at = [4 * (index + 1) for index in range(DEPTH + 2)]
     actions = {check: partial(engine.add, work) for check, work in zip(at, made[1:], strict=True)}
     engine.at_checks(actions, waits=at[:DEPTH])
     engine.add(made[0])
     before = engine.stats.suspensions
-    results = engine.run()
+    assert tokens_of(engine.run()) == expected
     assert engine.stats.suspensions == before + DEPTH
-    assert engine.stats.deepest == DEPTH
-    told = engine.table.read().summary
-    for name, value in engine.stats.summary().items():
-        assert told[name] == pytest.approx(value), name
-    assert told["suspended"] == 0
-    for work in made:
-        assert results[work.name].tokens == expected[work.name].tokens
+    summary = engine.table.read().summary
+    for name, value in asdict(engine.stats).items():
+        assert summary[name] == pytest.approx(value), name
+    assert summary["suspended"] == 0

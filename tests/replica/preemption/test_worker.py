@@ -1,4 +1,5 @@
-"""The worker's stack of tasks, with steps that pass checks in place of a model."""
+"""The worker's stack of tasks, with steps that pass checks in place of a model; and the watchdog
+over its progress."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from sluice.replica.preemption.messages import (
     RunTask,
     mark,
 )
+from sluice.replica.preemption.stats import StalledError, TaskWatchdog
 from sluice.replica.preemption.worker import TaskRunner
 
 pytestmark = pytest.mark.vllm  # it is there that torch has been imported
@@ -219,5 +221,20 @@ def test_words_are_shared_by_file(tmp_path):
     made.stop(5)
     assert opened.cells.tolist() == made.cells.tolist()
     (tmp_path / "short").write_bytes(b"12345678")
-    with pytest.raises(ValueError, match="8 bytes"):
+    with pytest.raises(ValueError, match="size"):
         ControlWords.open(tmp_path / "short")
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 9.9), st.integers(1, 3), st.integers(0, 3))))
+def test_it_raises_only_where_nothing_has_changed_for_the_limit(looks):
+    now_s, since_s, last = 0.0, 0.0, None
+    watchdog = TaskWatchdog(10.0, clock=lambda: now_s)
+    for pause_s, task, reached in looks:
+        now_s += pause_s
+        if (task, reached) != last:
+            last, since_s = (task, reached), now_s
+        if now_s - since_s >= 10.0:
+            with pytest.raises(StalledError, match=f"no progress with task {task} for 10 s"):
+                watchdog.look(task, reached)
+        else:
+            assert watchdog.look(task, reached) == pytest.approx(since_s + 10.0 - now_s)

@@ -1,6 +1,7 @@
-"""Prefills stopped at random checks, and whether their tokens are those of undisturbed runs.
+"""A real engine in which requests arrive at given checks of a prefill.
 
-``python -m tests.replica.preemption.trials 200`` runs so many trials on each of several engines.
+``python -m tests.replica.preemption.trials 200`` runs so many trials of prefills stopped at random
+checks, and counts whose tokens are those of undisturbed runs.
 """
 
 from __future__ import annotations
@@ -8,58 +9,85 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sluice.replica.vllm.local_model import local_model
-from tests.replica.engines import EngineProcess, Result, Work
-from tests.replica.preemption.engine import CheckedEngine
-from tests.replica.preemption.waits import WHOLE, random_prompt
+from tests.replica.engines import Result, Work
+from tests.replica.preemption.waits import WHOLE, PreemptiveEngine, random_prompt
 
 CHUNK = 128
-
-ENGINES: Mapping[str, Mapping[str, Any]] = {
-    "one worker": {},
-    "compiled": {"enforce_eager": False, "dtype": "float32"},
-    "experts": {"experts": 4, "dtype": "float32"},
-    "two workers": {"ranks": 2},
+_STOP_LIMIT_S = 60.0
+_DEFAULTS: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 16 << 20,
+    "enforce_eager": True,
 }
-"""Engines under test, each in a process of its own. Decodes of several requests share a batch. Its
-rounding differs from that of one request alone where code is compiled or tokens are sorted by
-expert: in 16 bits the two best of a random model's tokens are too often nearly equal."""
-
-Found = dict[str, int]
-"""How many ``trials``, how many times a prefill stopped (``stops``), and how many trials had the
-``same`` tokens as runs alone."""
 
 
-def all_trials(trials: int, seed: int, directory: Path) -> dict[str, Found]:
-    """``trials`` trials on each of :data:`ENGINES`."""
-    found = {}
-    for name, options in ENGINES.items():
-        process = EngineProcess(partial(make_engine, directory, **options))
-        try:
-            some = random_trials if options.get("ranks", 1) == 1 else trials_of_several_workers
-            found[name] = process.call(some, trials, seed)
-        finally:
-            process.close()
-    return found
+class CheckedEngine(PreemptiveEngine):
+    """The same engine, whose checks are counted, and in which requests arrive at given ones.
+    ``stops``: how often a check waited for its stop signal; ``adapters``: LoRA adapters, by name
+    of a request."""
+
+    def __init__(self, model: Path, directory: Path, **args: Any) -> None:
+        super().__init__(model, directory, **(_DEFAULTS | args))
+        self.stops = 0
+        self.adapters: dict[str, Any] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of unused KV blocks."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def _request(self, work: Any, arrived_s: float | None, **more: Any) -> tuple[Any, ...]:
+        request = super()._request(work, arrived_s, **more)
+        return *request, None, self.adapters.get(work.name)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Stop requests; on the engine's thread."""
+        self._llm.llm_engine.abort_request(list(names))
+
+    def run(self) -> dict[str, Result]:
+        """Run until no request is left; what :meth:`at_checks` asked for ends."""
+        results = super().run()
+        vars(self._checks).pop("check", None)
+        return results
+
+    def at_checks(
+        self, actions: Mapping[int, Callable[[], None]], waits: Collection[int] | None = None
+    ) -> None:
+        """Run each of ``actions`` on the engine's thread when preemptible prefills have passed its
+        number of checks in total, counted from now, until the next :meth:`run` ends. Those checks,
+        or ``waits``, wait until their task receives the stop signal, so that it stops there."""
+        checks, words = self._checks, self.executor.words
+        check = type(checks).check
+        waits = actions.keys() if waits is None else waits
+        passed = 0
+
+        def checked() -> None:
+            nonlocal passed
+            passed += 1
+            here = passed
+            if here in actions:
+                self.post(actions[here])
+            if here in waits:
+                limit_s = time.monotonic() + _STOP_LIMIT_S
+                while not words.stops(checks.task):
+                    if time.monotonic() > limit_s:
+                        raise TimeoutError(f"the task at check {here} received no stop signal")
+                    time.sleep(0)
+                self.stops += 1
+            check(checks)
+
+        checks.check = checked
 
 
-def make_engine(
-    directory: Path,
-    experts: int = 0,
-    ranks: int = 1,
-    **args: Any,
-) -> CheckedEngine:
-    """A small engine in which three prefills can be suspended."""
-    model = local_model(directory, layers=4, hidden=128, experts=experts)
-    return CheckedEngine(model, directory, ranks, **args)
-
-
-def random_trials(engine: CheckedEngine, trials: int, seed: int) -> Found:
+def random_trials(engine: CheckedEngine, trials: int, seed: int) -> dict[str, int]:
     """Stop prefills at random checks, nested one to three deep, whole and in chunks, some with a
     common prefix."""
     chance = random.Random(seed)
@@ -75,34 +103,6 @@ def random_trials(engine: CheckedEngine, trials: int, seed: int) -> Found:
         before = engine.stops
         results = run_nested(engine, made, chance, checks)
         stops += engine.stops - before
-        same += all(matches(results[work.name], expected[work.name]) for work in made)
-    return {"trials": trials, "stops": stops, "same": same}
-
-
-def trials_of_several_workers(engine: CheckedEngine, trials: int, seed: int) -> Found:
-    """The same where workers agree on a later check: soon after a random one, so that not every
-    stop is in time. All prompts are long and have checks left at that point."""
-    chance = random.Random(seed)
-    same = stops = 0
-    for trial in range(trials):
-        chunk = (WHOLE, CHUNK)[trial % 2]
-        engine.bound(chunk_tokens=chunk)
-        made = [
-            work._replace(prompt=random_prompt(chance, chance.randrange(300, 700)))
-            for work in nested_work(chance, 1 + trial % 3)
-        ]
-        expected = {work.name: engine.alone(work) for work in made}
-        engine.reset()
-        before = engine.stats.suspensions
-        last = engine.executor.checks // 2
-        watcher = engine.after_checks(
-            [(chance.randrange(1, last + 1), partial(engine.add, work)) for work in made[1:]]
-        )
-        engine.add(made[0])
-        results = engine.run()
-        watcher.join()
-        results |= engine.run()
-        stops += engine.stats.suspensions - before
         same += all(matches(results[work.name], expected[work.name]) for work in made)
     return {"trials": trials, "stops": stops, "same": same}
 
@@ -139,7 +139,14 @@ def matches(result: Result, expected: Result) -> bool:
     return result.tokens == expected.tokens and result.logprobs[:1] == expected.logprobs[:1]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """As the module says."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, found in all_trials(int(sys.argv[1]), 0, Path(folder)).items():
-            print(name, found)
+        model = local_model(Path(folder), layers=4, hidden=128)
+        engine = CheckedEngine(model, Path(folder))
+        print(random_trials(engine, int(sys.argv[1]), 0))
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -138,25 +138,31 @@ class Prompts(NamedTuple):
         return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
 
 
+class Turns(DecodeTurns):
+    """Keeps the times of all stops."""
+
+    def __init__(self, checks: int) -> None:
+        super().__init__(checks)
+        self.took_s: list[float] = []
+
+    def stopped(self, took_s: float, task_s: float) -> None:
+        self.took_s.append(took_s)
+        super().stopped(took_s, task_s)
+
+
 class PreemptiveEngine(OneEngine):
     """An engine core with a queue of events, as in a process of its own; only this class fills it.
+    ``args``: vLLM's engine arguments."""
 
-    Args:
-        model: the model's directory; the state table is in ``directory``.
-        ranks: how many workers compute it; with several, each has a process of its own.
-        args: vLLM's engine arguments.
-    """
-
-    def __init__(self, model: Path, directory: Path, ranks: int = 1, **args: Any) -> None:
+    def __init__(self, model: Path, directory: Path, **args: Any) -> None:
         super().__init__()
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        needed = {name.replace("-", "_"): it for name, it in preemption_arguments(ranks).items()}
+        needed = {name.replace("-", "_"): it for name, it in preemption_arguments(1).items()}
         path = directory / "state"
         self.table = StateTable.create(_MOST_LIVE, path)
         settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=BOUNDS)
         self._start(
             model,
-            tensor_parallel_size=ranks,
             additional_config=settings.to_additional_config(),
             block_size=32,
             max_num_seqs=16,
@@ -168,7 +174,7 @@ class PreemptiveEngine(OneEngine):
         self.core._handle_client_request = self._handle
         self.scheduler: Any = self.core.scheduler
         self.executor: Any = self.core.model_executor
-        self._checks: Any = self.executor._tasks.checks if ranks == 1 else None
+        self._checks: Any = self.executor._tasks.checks
 
     def add(self, work: Work, arrived_s: float | None = None) -> None:
         """A request arrives now, or arrived some time ago; on the engine's thread."""
@@ -199,18 +205,14 @@ class PreemptiveEngine(OneEngine):
         return results
 
     def use(self, checked: bool = True, **bounds: int) -> int:
-        """Set other bounds of tasks; returns the number of checks. Nothing may be live. Not
-        ``checked``: a task that receives the stop signal continues to its end."""
+        """Set other bounds of tasks, which are not batched; returns the number of checks. Nothing
+        may be live. Not ``checked``: a task that receives the stop signal continues to its end."""
         model = self.executor.driver_worker.worker.model_runner.get_model()
         self._checks.remove()
         self.executor.checks = self._checks.install(model) if checked else 1
-        self.scheduler.turns = DecodeTurns(self.executor.checks)
-        self.bound(**bounds)
-        return int(self.executor.checks)
-
-    def bound(self, **bounds: int) -> None:
-        """Set other bounds of tasks, which are not batched."""
+        self.scheduler.turns = self.turns = Turns(self.executor.checks)
         self.scheduler.bounds = replace(BOUNDS, batch_tokens=0, **bounds)
+        return int(self.executor.checks)
 
     @property
     def stack(self) -> tuple[Any, ...]:
@@ -304,9 +306,8 @@ class Bench:
                     runs[way].append(self._stock.call(moment, long, short, after_s))
                 else:
                     self._use(way)
-                    self._engine.stats.latest_stop_s.clear()
                     runs[way].append(moment(self._engine, long, short, after_s))
-                    blocked_s[way] += self._engine.stats.latest_stop_s
+                    blocked_s[way] += self._engine.turns.took_s
         rows = [self._row(way, runs[way], blocked_s[way]) for way in ways]
         return [{**row, "short_ratio": round(row["short"] / rows[0]["short"], 2)} for row in rows]
 
