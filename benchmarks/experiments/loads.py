@@ -160,9 +160,8 @@ QUICK = Span(3.0, 5, 10)
 
 
 class Conditions(NamedTuple):
-    """What systems are measured with: the workload; the setup of the engine, or of the replicas
-    that ``layout`` does not name; the replicas of a system with a router, or ``None`` for one
-    engine; and whether output lengths are known."""
+    """What systems are measured with: the workload; the setup of every engine; the replicas of a
+    system with a router, or ``None`` for one engine; and whether output lengths are known."""
 
     make: Make
     setup: Setup
@@ -177,10 +176,7 @@ class Conditions(NamedTuple):
     @property
     def full_rate(self) -> float:
         """Requests per second that are load 1: of one engine, or the sum over the replicas."""
-        nodes = () if self.layout is None else self.layout.nodes
-        named = sum(full_load_rate(self.make, node) for node in nodes)
-        others = self.size - len(nodes)
-        return named + (others * full_load_rate(self.make, self.setup) if others else 0.0)
+        return self.size * full_load_rate(self.make, self.setup)
 
 
 def measure(

@@ -138,9 +138,8 @@ DISAGGREGATED = Experiment(
     tables=BY_SIZE,
 )
 
-# Clusters that are not ideal.
+# Reports that are late or lost.
 
-EIGHT = colocated(8)
 AGES: Mapping[str, Mapping[str, float]] = {
     "25 ms, 2 ms late": {},
     "50 ms late": {"report_delay_s": 0.05},
@@ -154,60 +153,26 @@ AGES: Mapping[str, Mapping[str, float]] = {
 """By name: how the reports differ from production's."""
 
 
-def _uneven(
-    name: str, question: str, layouts: Planned[Sequence[Layout]], words: str = ""
-) -> Experiment:
-    return Experiment(
-        name,
-        f"ours; the default router is {ROUTER}",
-        question,
-        setting=f"{SETTING}{words}",
-        grids=[
-            Sweep(
-                workloads=workloads(TWO),
-                layouts=layouts,
-                loads=(1.1,),
-                kinds=lambda plan: [System(router) for router in ALL(plan)],
-                span=SPAN,
-            )
-        ],
-        tables=(
-            *pivots(FIGURES, ("router",), "layout", title="{}, mean over workloads and loads"),
-            lambda rows: against_rivals(rows, ("workload", "layout", "load")),
-        ),
-    )
-
-
-_AGED = tuple(colocated(8, **changes)._replace(name=name) for name, changes in AGES.items())
-STALE = _uneven(
+STALE = Experiment(
     "stale_mirror",
+    f"ours; the default router is {ROUTER}",
     "What do late and lost reports cost each router?",
-    _AGED,
-)
-
-_MIXED = tuple(
-    EIGHT._replace(
-        name=f"{fast} fast, {8 - fast} others", nodes=(systems.SETUPS["8b-fast"],) * fast
-    )
-    for fast in (2, 4)
-)
-HETEROGENEOUS = _uneven(
-    "heterogeneous",
-    "Which router uses fast and slow replicas in proportion?",
-    _MIXED,
-)
-
-
-def _slower(factor: float, from_s: float) -> Layout:
-    name = f"one {factor:g} times slower"
-    return EIGHT._replace(name=name, incidents=(Slowdown(from_s, 0, factor),))
-
-
-SLOW = _uneven(
-    "slow_node",
-    "Which router notices that a replica has become slow?",
-    Scaled((_slower(3.0, 0.2),), (_slower(1.5, 3.0), _slower(3.0, 3.0))),
-    "From 3 s on; its planner learns this from its steps and reports it.",
+    setting=SETTING,
+    grids=[
+        Sweep(
+            workloads=workloads(TWO),
+            layouts=tuple(
+                colocated(8, **changes)._replace(name=name) for name, changes in AGES.items()
+            ),
+            loads=(1.1,),
+            kinds=lambda plan: [System(router) for router in ALL(plan)],
+            span=SPAN,
+        )
+    ],
+    tables=(
+        *pivots(FIGURES, ("router",), "layout", title="{}, mean over workloads and loads"),
+        lambda rows: against_rivals(rows, ("workload", "layout", "load")),
+    ),
 )
 
 # Several controllers.
@@ -309,7 +274,7 @@ ADMISSION = Experiment(
     grids=[
         Sweep(
             workloads=workloads(TWO),
-            layouts=(EIGHT,),
+            layouts=(colocated(8),),
             loads=(0.8, 1.1, 1.5),
             kinds=_admitted("best_effort", "reject", "queue"),
             span=SPAN,

@@ -62,7 +62,6 @@ class Setup(NamedTuple):
 
 
 _SMALL = LinearLatency(a=0.009, b=8e-5, c=7e-8, d=2e-9)
-_FAST = LinearLatency(a=0.005, b=2.5e-5, c=3.5e-8, d=6e-10)
 _LARGE = LinearLatency(a=0.028, b=2.5e-4, c=5e-8, d=3e-9)
 _NO_SQUARE = LinearLatency(a=0.009, b=8.6e-5, c=7e-8)
 _SLOW_START = LinearLatency(a=0.031, b=2.3e-4, c=5e-8, d=3e-9)
@@ -75,11 +74,10 @@ SETUPS: dict[str, Setup] = {
         Setup("8b-short", _SMALL, _SMALL, EngineConfig(kv_blocks=4_096)),
         Setup("70b-short", _LARGE, _LARGE, EngineConfig(kv_blocks=2_048)),
         Setup("70b", _LARGE, _SLOW_START, EngineConfig(kv_blocks=16_384)),
-        Setup("8b-fast", _FAST, _FAST, EngineConfig(kv_blocks=32_768, max_sequences=512)),
         Setup("30b-a3b", _EXPERTS, _EXPERTS, EngineConfig(kv_blocks=32_768)),
     )
 }
-"""8B on one GPU of 2 TB/s (``8b-fast``: 3.3 TB/s), 70B over 4 of them, ``30b-a3b``: 30B with 3.3B
+"""8B on one GPU of 2 TB/s, 70B over 4 of them, ``30b-a3b``: 30B with 3.3B
 active over 2. KV blocks have 16 tokens; ``short``: little KV. The planner of ``8b`` lacks the
 quadratic term; that of ``70b`` errs by +11 % in the fixed part and -8 % in a token's time."""
 
@@ -105,12 +103,10 @@ ROUTER, ADMISSION = ControllerConfig().policy, ControllerConfig().admission
 
 
 class Layout(NamedTuple):
-    """The replicas of a cluster: how many of each role and how they report, the setups of the first
-    ones where they differ from the experiment's, and what happens to them during the run."""
+    """The replicas of a cluster, by role, how they report, and what happens to them in the run."""
 
     name: str
     cluster: ClusterConfig
-    nodes: tuple[Setup, ...] = ()
     incidents: tuple[Incident, ...] = ()
 
     @property
@@ -248,7 +244,6 @@ def run_cluster(
         seed,
         lengths_of(workload, oracle, seed),
         admission=admissions.make_policy(name, options) if name is not None else None,
-        nodes=[node_of(own) for own in layout.nodes],
         autoscaling=autoscaling,
         roles=roles,
     )

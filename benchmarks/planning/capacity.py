@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling import batching, routing
-from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy
+from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
@@ -43,7 +42,7 @@ from sluice.simulation.workload import (
     window,
     with_objectives,
 )
-from sluice.simulation.wrapped import Wrapped
+from sluice.simulation.wrapped import Noted
 
 # Recorded traffic as ``sluice simulate`` plays it: its rate changed, its requests spread over
 # service classes, all of it or some windows.
@@ -300,28 +299,19 @@ class Measured(NamedTuple):
         return cls(whole, by_class)
 
 
-class _Timed(Wrapped):
-    def __init__(self, inner: BatchPolicy, stop_at_s: float) -> None:
-        super().__init__(inner)
-        self._stop_at_s = stop_at_s
-
-    def plan(
-        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
-    ) -> BatchPlan:
-        if time.monotonic() >= self._stop_at_s:
-            raise OutOfTimeError("the time limit was reached")
-        return super().plan(queue, now_s, latency, budget)
-
-
 def play(run: Run) -> Judged:
     """Simulate ``run``; raises :class:`OutOfTimeError`, or :class:`StuckError`."""
     played, fleet = run.traffic.played(run.seed, run.part), run.fleet
     both, prefillers, decoders = run.sizes
     counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}
 
+    def in_time(*_: object) -> None:
+        if time.monotonic() >= run.stop_at_s:
+            raise OutOfTimeError("the time limit was reached")
+
     def batch(role: Role) -> BatchPolicy:
         policy = batching.make_policy(fleet.policy, fleet.policy_options, role=role)
-        return _Timed(policy, run.stop_at_s)
+        return Noted(policy, in_time)
 
     routing_options = dict(fleet.routing_options)
     if "seed" in routing.POLICIES[fleet.routing].Options.model_fields:

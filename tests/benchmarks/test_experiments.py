@@ -1,4 +1,4 @@
-"""The machinery of experiments, on experiments small enough to check by hand."""
+"""Experiments: their machinery and what they share, on cases small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from sluice.benchmarks.experiments.default_policy import AGAINST, EXPERIMENT
 from sluice.benchmarks.experiments.fairbatching import peaks
 from sluice.benchmarks.experiments.grid import (
     Cell,
-    Lines,
     Pivot,
     Plan,
     Product,
@@ -31,21 +30,33 @@ from sluice.benchmarks.experiments.grid import (
 )
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
+    Conditions,
     Search,
     Span,
+    Sweep,
+    fitted,
     full_load_rate,
     profiled_budget,
     recorded,
 )
 from sluice.benchmarks.experiments.proserve import time_line
+from sluice.benchmarks.experiments.routers import against_rivals
 from sluice.benchmarks.experiments.slos_serve import over_one
 from sluice.benchmarks.experiments.systems import (
     DEFAULT,
+    ROUTER,
     SETUPS,
     Contender,
+    Layout,
+    System,
+    cluster_figures,
+    colocated,
+    disaggregated,
     figures,
     local_policy,
+    make_router,
     run,
+    run_cluster,
 )
 from sluice.benchmarks.report import Chart, Estimate, Point, Report, Table, markdown
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
@@ -128,12 +139,6 @@ class TestRows:
         assert chart is not None and list(chart.lines) == ["b"]
         assert [point[:2] for point in chart.lines["b"]] == [(0.5, 1.0), (1.0, 2.0)]
         assert Pivot("title", "x", ("load",), "policy").chart(rows) is None
-
-    def test_lines_are_of_the_rows_with_equal_labels(self) -> None:
-        rows: list[Row] = [{"policy": p, "load": 0.5} for p in ("a", "b", "a")]
-        table = Lines("title", ("policy", "load"), ("rows",), lambda own: [str(len(own))])(rows)
-        assert table.columns == ("policy", "load", "rows")
-        assert table.rows == [("a", "0.5", "2"), ("b", "0.5", "1")]
 
 
 class TestGrids:
@@ -355,12 +360,6 @@ class TestReport:
             assert part in text
         assert markdown(REPORT.tables[0])[:2] == ["| policy | share |", "|---|---|"]
 
-    def test_writes_json_markdown_and_plots(self, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        written = REPORT.write(tmp_path / "deep" / "er")
-        assert [path.name for path in written] == ["some.json", "some.md", "some-1.png"]
-        assert written[2].read_bytes().startswith(b"\x89PNG")
-
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
@@ -371,11 +370,11 @@ def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
 LONG = {
     *("admission", "autoscaling", "controller_cells", "default_policy", "disaggregation"),
     *("disaggregation_ratio", "elastic_roles", "fairbatching_breakdown", "fairbatching_cluster"),
-    *("flowprefill_settings", "flowprefill_systems", "heterogeneous", "migration", "promises"),
+    *("flowprefill_settings", "flowprefill_systems", "migration", "promises"),
     *("proserve_colocated", "proserve_disaggregated", "proserve_large", "proserve_policies"),
     *("retry_after", "routers", "routers_disaggregated", "run_length", "simulator_speed"),
     *("slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together"),
-    *("slow_node", "speculation_lengths", "stale_mirror"),
+    *("speculation_lengths", "stale_mirror"),
 }
 """They take about a second or more each, and are run before a release."""
 
@@ -412,3 +411,108 @@ def test_capacity_over_that_of_one_replica_is_unknown_where_one_has_none(
     ]
     found = [float(row["times"]) for row in over_one(rows)]
     assert found == pytest.approx([times / times, times], nan_ok=True)
+
+
+SETUP = SETUPS["8b"]
+AZURE = GENERATED["proserve azure"]
+
+
+def routed(router: str, value: float, load: float = 1.0, seed: int = 1) -> Row:
+    return {"load": load, "router": router, "seed": seed, "attainment_mean": value, "tdg": value}
+
+
+def spread(count: int, gap_s: float, slo: SLO) -> Workload:
+    return Workload("spread", tuple(Arrival(gap_s * i, 100, 10, slo) for i in range(count)))
+
+
+class TestLayouts:
+    def test_load_one_is_what_all_replicas_serve_together(self) -> None:
+        one = full_load_rate(AZURE, SETUP)
+        assert Conditions(AZURE, SETUP, colocated(4)).full_rate == pytest.approx(4 * one)
+        assert Conditions(AZURE, SETUP, disaggregated(4)).full_rate == pytest.approx(4 * one)
+
+    @pytest.mark.parametrize(("size", "decoders"), [(2, 1), (4, 1), (8, 2), (32, 8)])
+    def test_a_quarter_decodes(self, size: int, decoders: int) -> None:
+        layout = disaggregated(size)
+        assert layout.size == size
+        assert layout.cluster.decoders == decoders
+
+    def test_arrivals_last_as_long_on_clusters_of_every_size(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lasts = lambda kind, seed, case, rate, requests: {"seconds": requests / rate}  # noqa: E731
+        monkeypatch.setattr("sluice.benchmarks.experiments.loads.measure", lasts)
+        for layout in (colocated(2), colocated(8)):
+            grid = Sweep(
+                workloads={"azure": AZURE},
+                loads=(0.5,),
+                kinds=(System("pab"),),
+                span=Span(10.0, 1, 1_000),
+                layouts=(layout,),
+            )
+            (cell,) = grid.cells(Plan("normal", (1,)))
+            assert cell.labels == {
+                **{"workload": "azure", "setup": "8b", "load": 0.5},
+                **{"layout": "co-located", "replicas": layout.size},
+                **{"router": "pab", "policy": "deadline_triage"},
+            }
+            assert cell.measure(1)["seconds"] == pytest.approx(10.0, rel=0.05)
+
+
+class TestRuns:
+    @pytest.mark.parametrize("layout", [colocated(3), disaggregated(3)])
+    def test_idle_replicas_attain_everything(self, layout: Layout) -> None:
+        load = spread(12, 1.0, SLO(ttft_s=0.5, tpot_s=0.05))
+        found = cluster_figures(
+            run_cluster(load, System("least_tokens", DEFAULT), SETUP, layout, 1)
+        )
+        assert found["attainment_mean"] == found["tdg"] == found["tdg_first"] == 1.0
+        assert found["refused"] == found["moved"] == 0
+
+    def test_first_tokens_are_counted_alone(self) -> None:
+        # The first token comes after a step of 17 ms, the last eight steps later.
+        load = spread(5, 5.0, SLO(ttft_s=0.05, tpot_s=0.0001))
+        found = cluster_figures(run_cluster(load, System("pab", DEFAULT), SETUP, colocated(1), 1))
+        assert found["tdg_first"] == 1.0
+        assert found["tdg"] < 1.0
+
+    def test_routers_that_draw_do_so_by_the_seed(self) -> None:
+        assert make_router("power_of_two", 7).options.model_dump() == {"seed": 7}
+
+    def test_what_nobody_can_promise_is_refused_where_that_is_said(self) -> None:
+        # Ten prompts of 0.33 s each at once on one replica, each due after 0.9 s.
+        load = Workload("burst", (Arrival(0.0, 4_000, 5, SLO(ttft_s=0.9, tpot_s=0.1)),) * 10)
+        refusing = System("pab", DEFAULT, "moore_hodgson", "reject")
+        found = cluster_figures(run_cluster(load, refusing, SETUP, colocated(1), 1))
+        assert found["refused"] == 0.8
+        assert found["attainment_mean"] == 0.2
+        serving = System("pab", DEFAULT, "moore_hodgson")
+        assert cluster_figures(run_cluster(load, serving, SETUP, colocated(1), 1))["refused"] == 0
+
+    def test_static_budgets_are_profiled(self) -> None:
+        def options(kind: Contender) -> object:
+            behind = fitted(System("pab", kind), lambda: 77)
+            assert isinstance(behind, System)
+            return behind.local.options
+
+        assert options(Contender("", "sarathi")) == {"token_budget": 77}
+        assert options(Contender("", "sarathi", {"token_budget": 64})) == {"token_budget": 64}
+        assert options(Contender("", "fcfs")) == {}
+
+
+class TestComparisons:
+    ROWS = (
+        routed(ROUTER, 0.9),
+        routed("round_robin", 0.5),
+        routed("least_tokens", 0.95),
+        routed(ROUTER, 0.8, 2.0),
+        routed("round_robin", 0.6, 2.0),
+        routed("least_tokens", 0.795, 2.0),
+    )
+
+    def test_the_default_is_held_against_each_router(self) -> None:
+        lines = against_rivals(self.ROWS, ("load",)).rows
+        assert lines[0][2] == "0.8500"
+        by_router = {line[1]: line[2:] for line in lines[1 : len(lines) // 2]}
+        assert by_router["round_robin"] == ("0.5500", "0.3000", "+20.00", "0 of 2")
+        assert by_router["least_tokens"] == ("0.8725", "-0.0225", "-5.00", "1 of 2")

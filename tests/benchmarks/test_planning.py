@@ -179,11 +179,6 @@ def test_processes_measure_what_one_does_in_order(trace: Path) -> None:
         assert repr(list(shared(runs))) == repr(list(alone(runs)))
 
 
-def test_an_error_comes_out_of_a_process(trace: Path) -> None:
-    with in_processes(play, 2) as shared, pytest.raises(OutOfTimeError):
-        list(shared([run(trace, 4, stop_at_s=0.0)] * 2))
-
-
 def of_day(trace: Path, windows: Windows | None, rate_scale: float = 1.0) -> Traffic:
     return Traffic(trace, 300, rate_scale, 1.0, (SharedClass(CHAT, 1.0),), windows)
 

@@ -59,13 +59,6 @@ def test_outputs_count_by_their_own_cost() -> None:
     assert order(policy, talks, *waiting) == ["talks", "three", "one"]
 
 
-def test_the_first_that_does_not_fit_ends_admission() -> None:
-    budget = BatchBudget(tokens=1_000, sequences=10, kv_blocks=8, block_tokens=16)
-    policy = LOCAL.make("weighted_vtc")
-    assert order(policy, decode("d", context=15), asks("big", 1, 500), asks("small", 1, 8),
-                 budget=budget) == ["d"]  # fmt: skip
-
-
 def after(view: RequestView, emitted: int) -> RequestView:
     """``view`` with its prompt computed and ``emitted`` tokens out."""
     return decode(
@@ -157,11 +150,6 @@ def test_backlogged_clients_are_served_in_proportion(
         if min(left.values()) == 0:
             break
         assert max(service.values()) - min(service.values()) <= 2 * largest
-
-
-def test_impossible_costs_are_refused() -> None:
-    with pytest.raises(ValueError, match="greater than 0"):
-        LOCAL.make("weighted_vtc", {"output_cost": 0})
 
 
 def plan(name: str, *requests: RequestView, **options: object) -> BatchPlan:

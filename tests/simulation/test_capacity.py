@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from math import exp, log2, nan
+from math import log2, nan
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.scheduling import batching, routing
 from sluice.scheduling.autoscaling.role_shares import PoolDemand
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
@@ -20,12 +18,10 @@ from sluice.simulation.capacity import (
     search,
     search_pools,
 )
-from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Truth
-from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.workload import Arrival, Stage, Workload
-from tests.simulation.loads import workload
+from tests.simulation.loads import clustered, met, workload
 
 SERVICE = LinearLatency(a=0.05, b=5e-5)
 """A prompt of 1,000 tokens takes 0.1 s."""
@@ -181,41 +177,20 @@ def test_pools_need_two_replicas() -> None:
         search_pools(lambda pools: 1.0, 0.9, PoolDemand(1.0, 1.0), 2, 1)
 
 
-def attainment_of(load: Workload, replicas: int) -> float:
-    """Of requests that are one step each and wait for one another, sent to the replicas in turn."""
-    result = simulate_cluster(
-        load,
-        lambda role: batching.make_policy("fcfs"),
-        routing.make_policy("round_robin"),
-        Truth(SERVICE, noise=0.0),
-        engine=EngineConfig(max_sequences=1),
-        cluster=ClusterConfig(replicas=replicas, dispatch_s=0.0, report_interval_s=0.5),
-    )
-    met = attained(result.requests, stages(result.requests), TPOTMetric.MEAN)
-    return float(met.mean())
-
-
 def test_requests_at_a_steady_pace_need_as_many_replicas_as_they_last() -> None:
     """One each 0.03 s, 0.1 s long: with four replicas none waits. With three, each waits 0.01 s
     longer than the one before it on its replica, and only the first few are in time."""
     slo = SLO(ttft_s=0.125)
     load = Workload("even", tuple(Arrival(0.03 * i, 1_000, 1, slo) for i in range(120)))
-    found = search(lambda replicas: attainment_of(load, replicas), 0.95, 1, 16)
+
+    def attainment(replicas: int) -> float:
+        cluster = ClusterConfig(replicas=replicas, dispatch_s=0.0, report_interval_s=0.5)
+        engine, exact = EngineConfig(max_sequences=1), Truth(SERVICE, noise=0.0)
+        done = clustered(load, cluster, router="round_robin", truth=exact, engine=engine)
+        return float(met(done).mean())
+
+    found = search(attainment, 0.95, 1, 16)
     assert found.replicas == 4
     assert found.attainment[4] == 1.0
     # The k-th on a replica waits 0.01 k s, and may wait 0.025 s.
     assert found.attainment[3] == 9 / 120
-
-
-def test_random_requests_wait_as_in_an_m_d_1_queue() -> None:
-    """In an M/D/1 queue of load ``r`` the wait is at most ``t``, shorter than a service of length
-    ``D``, with probability ``(1 - r) exp(r t / D)`` (Erlang). At load 0.5 and a wait of 0.9 D that
-    is 0.784: one replica holds 75 %, and not 82 %."""
-    slo = SLO(ttft_s=0.1 + 0.09)
-    rng = np.random.default_rng(5)
-    times = np.cumsum(rng.exponential(0.2, 3_000)).tolist()
-    load = Workload("poisson", tuple(Arrival(when, 1_000, 1, slo) for when in times))
-    curve = {replicas: attainment_of(load, replicas) for replicas in (1, 2)}
-    assert curve[1] == pytest.approx(0.5 * exp(0.45), abs=0.03)
-    assert search(curve.__getitem__, 0.75, 1, 2).replicas == 1
-    assert search(curve.__getitem__, 0.82, 1, 2).replicas == 2
