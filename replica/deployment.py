@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +24,7 @@ from sluice.protocol.requests import EngineRequest, Progress, ResponseItem, Resp
 from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.engine import ConfigurationError, Engine
-from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.processes import core_of, has_cuda_vllm, start_fork_server
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
@@ -42,8 +41,6 @@ from sluice.telemetry.tracing import make_tracer
 # A replica's ranks. With data parallelism it has several engines, each with a queue of its own.
 # Each is a :class:`~sluice.replica.server.Replica` here, with its own reports; this module joins
 # them to the one that Serve knows.
-
-live_requests = attrgetter("live_requests")  # API calls that a rank serves now
 
 
 def names_of(replica_id: str, ranks: int) -> list[str]:
@@ -63,18 +60,11 @@ class Ranks:
         for each in self.replicas:
             await each.start()
 
-    def measured(self) -> dict[str, Measured]:
-        """What metrics are read from, by the name of the rank."""
-        return {
-            each.replica_id: Measured(each.engine.state, partial(live_requests, each))
-            for each in self.replicas
-        }
-
     def chosen(self, request: EngineRequest) -> Replica:
         """The rank that a request names, or else the one with the fewest live requests."""
         if request.rank is not None and request.rank < len(self.replicas):
             return self.replicas[request.rank]
-        return min(self.replicas, key=live_requests)
+        return min(self.replicas, key=attrgetter("live_requests"))
 
     def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
         """Begin to serve a request; see :meth:`sluice.replica.server.Replica.open`."""
@@ -138,13 +128,8 @@ class ConfiguredReplicas:
     """The min number of replicas, which may change; Serve has it only in handles' long poll."""
 
     def __init__(self) -> None:
-        self._number: int | None = None
+        self.number: int | None = None
         self._client: LongPollClient | None = None
-
-    @property
-    def number(self) -> int | None:
-        """The number that was received last; ``None`` before the first."""
-        return self._number
 
     def start(self, deployment: DeploymentID) -> None:
         """Start the long poll. Raises ValueError: Serve is not running."""
@@ -158,7 +143,7 @@ class ConfiguredReplicas:
     def on_config(self, config: DeploymentConfig) -> None:
         """Take the number from the deployment's configuration."""
         scaled = config.autoscaling_config
-        self._number = config.num_replicas if scaled is None else scaled.min_replicas
+        self.number = config.num_replicas if scaled is None else scaled.min_replicas
 
     def stop(self) -> None:
         """Stop the long poll."""
@@ -221,8 +206,9 @@ class ReplicaServer:
             ],
         )
         self._streams = StreamServer(replica_id, self._ranks.open)
-        measured = self._ranks.measured()
-        registry.register(ReplicaCollector(measured, lambda: self._configured.number, role))
+        registry.register(
+            ReplicaCollector(self._ranks.replicas, lambda: self._configured.number, role)
+        )
         self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
             if engine.kind == "simulated":  # vLLM's scheduler warms up in its own process

@@ -6,9 +6,9 @@ summed over the fleet, as a label per replica that ever lived would grow without
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client import Metric
@@ -24,9 +24,11 @@ from sluice.scheduling.fleet.state import (
     PLAN_BUCKETS_S,
     STEP_RATIO_BUCKETS,
     STOP_BUCKETS_S,
-    EngineState,
 )
 from sluice.scheduling.roles import Role
+
+if TYPE_CHECKING:
+    from sluice.replica.server import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -135,21 +137,13 @@ _HISTOGRAMS = {
 }
 
 
-class Measured(NamedTuple):
-    """What is read of a replica or rank; ``state`` may raise ``RuntimeError``: the engine is
-    gone."""
-
-    state: Callable[[], EngineState]
-    live_requests: Callable[[], int]
-
-
 class ReplicaCollector(Collector):
     """The metrics of one replica; counters and histograms are summed over its ranks.
     ``configured``: min number of replicas of its pool."""
 
     def __init__(
         self,
-        ranks: Mapping[str, Measured],
+        ranks: Sequence[Replica],
         configured: Callable[[], int | None],
         role: Role = "mixed",
     ) -> None:
@@ -166,7 +160,7 @@ class ReplicaCollector(Collector):
         yield self._gauge(
             "sluice_replica_live_requests",
             "API calls that a replica serves now.",
-            [each.live_requests() for each in self._ranks.values()],
+            [each.live_requests for each in self._ranks],
         )
         configured = self._configured()
         if configured is not None:
@@ -176,11 +170,11 @@ class ReplicaCollector(Collector):
                 "Serve.",
                 labels=["replica", "role"],
             )
-            for name in self._ranks:
-                gauge.add_metric([name, self._role], configured)
+            for each in self._ranks:
+                gauge.add_metric([each.replica_id, self._role], configured)
             yield gauge
         try:
-            summary = np.array([each.state().summary for each in self._ranks.values()])
+            summary = np.array([each.engine.state().summary for each in self._ranks])
         except RuntimeError as error:
             logger.warning("no engine metrics: %s", error)
             return
@@ -194,8 +188,8 @@ class ReplicaCollector(Collector):
 
     def _gauge(self, name: str, documentation: str, values: Sequence[float]) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, documentation, labels=["replica"])
-        for replica, value in zip(self._ranks, values, strict=True):
-            gauge.add_metric([replica], value)
+        for each, value in zip(self._ranks, values, strict=True):
+            gauge.add_metric([each.replica_id], value)
         return gauge
 
 

@@ -184,18 +184,18 @@ def parse_call(endpoint: Endpoint, body: dict[str, Any], model: str, max_model_t
 
 def _refuse_what_needs_a_model(parsed: _Common, body: dict[str, Any]) -> None:
     """Refuse what the text would have to obey. Raises RequestError: see :func:`parse_call`."""
-    asked = [
+    refused = [
         name
         for name in _NEEDS_A_MODEL
         if body.get(name) or (name in _ZERO_ASKS and type(body.get(name)) is int)
     ]
     if (parsed.response_format or {}).get("type", "text") != "text":
-        asked.append("response_format")
+        refused.append("response_format")
     if parsed.tool_choice not in (None, "auto", "none"):
-        asked.append("tool_choice")
-    if asked:
+        refused.append("tool_choice")
+    if refused:
         raise RequestError(
-            f"The simulated engine has no model: leave out {', '.join(asked)}.", asked[0]
+            f"The simulated engine has no model: leave out {', '.join(refused)}.", refused[0]
         )
 
 

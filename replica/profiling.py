@@ -62,7 +62,7 @@ class _Jumping(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-MOST_SEQUENCES = 256  # Max sequences of one load; the engine's own limit may be lower
+MAX_SEQUENCES = 256  # Max sequences of one load; the engine's own limit may be lower
 
 _TOKENS = range(16, 256)  # Token ids of the prompts: every vocabulary has them, and few are special
 
@@ -91,7 +91,7 @@ def grid(info: EngineInfo) -> list[Load]:
     tokens = info.max_batch_tokens
     prefills = [(Group(1, int(share * tokens), 1),) for share in (0.06, 0.25, 0.5, 1.0)]
     prefills += [(Group(4, tokens // 4, 1),), (Group(1, _LOAD_BATCHES * tokens, 1),)]
-    sizes = [4**power for power in range(6) if 4**power <= min(MOST_SEQUENCES, info.max_sequences)]
+    sizes = [4**power for power in range(6) if 4**power <= min(MAX_SEQUENCES, info.max_sequences)]
     decodes = [
         (Group(size, context, _DECODE_STEPS),)
         for size in sizes
@@ -112,7 +112,7 @@ def random_loads(info: EngineInfo, seed: int = 0) -> list[Load]:
     def between(low: int, high: int) -> int:
         return round(exp(chance.uniform(log(low), log(max(low, high)))))
 
-    most = min(MOST_SEQUENCES, info.max_sequences)
+    most = min(MAX_SEQUENCES, info.max_sequences)
     loads = [
         tuple(
             Group(

@@ -224,8 +224,8 @@ class Reporter:
             return self._heartbeat_s
         changes = self._acknowledged.changes(state)
         hung = self._hung(state)
-        told = self._draining == self._known_draining and hung == self._known_hung
-        changed = changes.any or bool(self._finished) or not told
+        known = self._draining == self._known_draining and hung == self._known_hung
+        changed = changes.any or bool(self._finished) or not known
         epoch = self._epoch
         silent_s = self._clock() - self._sent_s
         if epoch is None:

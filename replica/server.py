@@ -256,11 +256,11 @@ class Replica:
         role: Role = "mixed",
         port: DirectPort | None = None,
     ) -> None:
-        self._role: Role = role
+        self.role: Role = role
         self._port = port
         self.replica_id = replica_id
         self._node_id = node_id
-        self._engine = engine
+        self.engine = engine
         self._config = config
         self._target = target
         self._tracer = tracer
@@ -274,33 +274,23 @@ class Replica:
         self._watchdog: Watchdog | None = None
 
     @property
-    def role(self) -> Role:
-        """Which phases of a request it serves now."""
-        return self._role
-
-    @property
     def live_requests(self) -> int:
         """API calls in the engine now."""
         return len(self._pumps)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine."""
-        return self._engine
-
     async def start(self) -> EngineInfo:
         """Start the engine, then the reports. Raises EngineDeadError: it could not start."""
-        self._info = await self._engine.start()
+        self._info = await self.engine.start()
         member = Membership(
             self.replica_id,
             self._node_id,
             table_capacity(self._config.max_live_requests),
-            self._role,
+            self.role,
             self._config.elastic,
         )
-        self._watchdog = Watchdog(self._engine, self._info, self._config.hung_after_s)
+        self._watchdog = Watchdog(self.engine, self._info, self._config.hung_after_s)
         self._reporter = Reporter(
-            self._engine.state,
+            self.engine.state,
             self._info,
             self._target,
             self._config,
@@ -313,9 +303,9 @@ class Replica:
         return self._info
 
     def _follow(self, role: Role) -> None:
-        logger.info("role: %s -> %s", self._role, role)
-        self._role = role
-        self._engine.set_role(role)
+        logger.info("role: %s -> %s", self.role, role)
+        self.role = role
+        self.engine.set_role(role)
 
     def open(self, request: EngineRequest, wake: Callable[[], None]) -> Response:
         """Begin to serve a request; ``wake``: items are ready. Closing the response, which the
@@ -387,7 +377,7 @@ class Replica:
         if trace is not None:
             request = trace.request
         try:
-            items = self._engine.generate(request)
+            items = self.engine.generate(request)
             if request.direct_patience_s is not None and self._port is not None:
                 patience_s = request.direct_patience_s
                 items = sent_directly(items, self._port, patience_s, response.end)
@@ -423,7 +413,7 @@ class Replica:
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; unknown ids are ignored."""
-        await self._engine.abort(request_id)
+        await self.engine.abort(request_id)
 
     def progress(self, request_ids: Sequence[str]) -> Progress:
         """Whether this replica makes progress, and which of these requests it does not serve."""
@@ -432,7 +422,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError: its engine is dead, or stalled for too long."""
-        await self._engine.check_health()
+        await self.engine.check_health()
         if self._watchdog is not None:
             self._watchdog.check()
 
@@ -447,7 +437,7 @@ class Replica:
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await self._idle.wait()
-                await self._engine.drain()
+                await self.engine.drain()
         except TimeoutError:
             logger.warning("%d requests were live at the end of the drain", len(self._pumps))
             return False
@@ -459,11 +449,11 @@ class Replica:
             await self._reporter.stop()
         if self._watchdog is not None:
             self._watchdog.stop()
-        await self._engine.stop()
+        await self.engine.stop()
 
     def snapshot(self) -> dict[str, Any]:
         """The state as plain data. Raises RuntimeError: the engine is gone."""
-        state = self._engine.state()
+        state = self.engine.state()
         return {
             "replica_id": self.replica_id,
             "info": asdict(self._info) if self._info is not None else None,

@@ -339,7 +339,7 @@ def _bytes(params: Mapping[str, Any], name: str, length: int | None = None) -> b
 
 logger = logging.getLogger(__name__)
 
-_MOST_PEERS = 32  # Max connections at once; further ones wait to be accepted
+_MAX_PEERS = 32  # Max connections at once; further ones wait to be accepted
 
 
 _TICK_S = 1.0  # Interval of dropping expired KV while there are no connections
@@ -357,9 +357,9 @@ class TransferServer:
         self._layout = layout
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_MOST_PEERS)
+        self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_PEERS)
         self._listener.settimeout(_TICK_S)
-        self._room = threading.BoundedSemaphore(_MOST_PEERS)
+        self._room = threading.BoundedSemaphore(_MAX_PEERS)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="kv-server", daemon=True)
         self._thread.start()

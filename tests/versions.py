@@ -44,10 +44,7 @@ WITH_ENGINE: Final = tuple(
 )
 FEATURES: Final[Mapping[str, tuple[Versions, tuple[str, ...]]]] = {
     "preemption": (WITH_PREEMPTION, (f"{_REPLICA}/preemption",)),
-    "KV transfer": (
-        WITH_TRANSFER,
-        (f"{_REPLICA}/test_vllm_handoff.py", f"{_REPLICA}/test_vllm_handoff_plans.py"),
-    ),
+    "KV transfer": (WITH_TRANSFER, (f"{_REPLICA}/test_vllm_handoff.py",)),
     "KV in host memory": (WITH_HOST_MEMORY, (f"{_REPLICA}/test_host_blocks.py",)),
     "speculative decoding": (WITH_SPECULATION, (f"{_REPLICA}/test_vllm_speculation.py",)),
     "pipelines": (WITH_PIPELINE, (f"{_REPLICA}/test_vllm_workers.py",)),

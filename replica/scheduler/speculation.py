@@ -16,7 +16,7 @@ from sluice.scheduling.batching import PlannedTokens
 from sluice.scheduling.fleet.state import DRAFT_LENGTHS
 from sluice.scheduling.latency.speculation import AcceptanceRates
 
-MOST_DRAFTED = 32  # Max tokens that an engine may draft for one step of a request
+MAX_DRAFTED = 32  # Max tokens that an engine may draft for one step of a request
 
 BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 """vLLM's setting of draft lengths by batch size. Sluice sets it, and replaces its table."""
@@ -44,10 +44,10 @@ def with_all_lengths(given: Any) -> dict[str, Any]:
             f"speculative-config may not hold {BY_BATCH_SIZE}: the plan chooses the lengths"
         )
     most = config.get("num_speculative_tokens")
-    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MOST_DRAFTED:
+    if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_DRAFTED:
         raise ValueError(
             "speculative-config needs num_speculative_tokens, the most tokens to draft: "
-            f"1 to {MOST_DRAFTED}, got {most!r}"
+            f"1 to {MAX_DRAFTED}, got {most!r}"
         )
     return {**config, BY_BATCH_SIZE: [[each + 1, each + 1, each] for each in range(most + 1)]}
 

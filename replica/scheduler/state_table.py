@@ -72,7 +72,7 @@ SAMPLE_RING = 2048
 _MAGIC = 0x534C5549_4345000A
 _SAMPLE_FIELDS = len(StepSample._fields)
 _MODELS = list(FAMILIES.values())
-_MOST_COEFFICIENTS = max(len(model.names) for model in _MODELS)
+_MAX_COEFFICIENTS = max(len(model.names) for model in _MODELS)
 
 _CHANGING = (
     "computed_tokens",
@@ -91,7 +91,7 @@ _HEADER = np.dtype(
         ("samples", "<i8"),
         ("model_version", "<i8"),
         ("family", "<i8"),
-        ("coefficients", "<f8", (_MOST_COEFFICIENTS,)),
+        ("coefficients", "<f8", (_MAX_COEFFICIENTS,)),
         ("headroom", "<f8"),
         ("role", "<i8"),
         ("summary", SUMMARY),

@@ -24,7 +24,7 @@ logger = init_logger(__name__)
 LOOK_S: Final = 2.0  # Time between two looks at the directory, seconds
 
 
-MOST_REMEMBERED: Final = 10_000
+MAX_REMEMBERED: Final = 10_000
 """Maximum number of names under which adapters are loaded in the life of an engine."""
 
 
@@ -184,8 +184,8 @@ class DirectoryAdapters:
         if before is not None and before != await self._digest(name, stamp):
             # KV of prompts is cached by the adapter's name.
             return "other files were loaded under this name before; use a new name"
-        if len(self._digests) >= MOST_REMEMBERED and before is None:
-            return f"{MOST_REMEMBERED} names were in use since this replica has started"
+        if len(self._digests) >= MAX_REMEMBERED and before is None:
+            return f"{MAX_REMEMBERED} names were in use since this replica has started"
         failed, why = self._failed.get(name, (None, ""))
         if failed == stamp:
             return why

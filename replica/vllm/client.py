@@ -56,7 +56,7 @@ prompt), or that ask for more than the id of an output token."""
 _TRANSFER = ("kv_transfer_params", "ec_transfer_params")
 
 
-def may_go_on(params: Any) -> bool:
+def is_resumable(params: Any) -> bool:
     """Whether another engine could resume an output with these parameters. It is as valid as the
     original, and identical only at temperature 0: the random numbers' state is lost."""
     own = (key.startswith(KEY_PREFIX) or key in _TRANSFER for key in params.extra_args or ())
@@ -278,7 +278,7 @@ class WatchedLLM(AsyncLLM):
             if call.cache_salt is not None:
                 prompt = {**prompt, "cache_salt": call.cache_salt}
             call.engine_ids.append(request_id)
-            call.resumable = call.resumable and may_go_on(sampling_params)
+            call.resumable = call.resumable and is_resumable(sampling_params)
             if call.trace and self.observability_config.otlp_traces_endpoint is not None:
                 kwargs["trace_headers"] = call.trace
             if plain:

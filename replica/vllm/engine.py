@@ -99,7 +99,7 @@ def parse(request: EngineRequest, serving: Serving, call: ApiCall, in_use: bool)
         prefix = "resp_" if request.endpoint == "responses" else ""
         resume = request.resume
         body["request_id"] = prefix + (resume.response_id if resume else request.request_id)
-    return _validated(body, serving)
+    return validated(body, serving)
 
 
 def _extra_arguments(body: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _transfer(request: EngineRequest) -> dict[str, Any] | None:
     return None
 
 
-def _validated(body: dict[str, Any], serving: Serving) -> Any:
+def validated(body: dict[str, Any], serving: Serving) -> Any:
     """The body in vLLM's type. Raises RequestError: vLLM refuses it."""
     try:
         return serving.body.validate_python(body)

@@ -408,7 +408,7 @@ class _WorkerSide:
         self._lock = threading.Lock()
         self._finished: set[str] = set()
         self._failed: set[int] = set()
-        self._told_failed: set[int] = set()
+        self._reported_failed: set[int] = set()
         self._layers: BlockLayers | None = None
         self._server: TransferServer | None = None
         self._rank = 0
@@ -473,13 +473,13 @@ class _WorkerSide:
 
     def take_finished(self) -> set[str] | None:
         with self._lock:
-            self._told_failed, self._failed = self._failed, set()
+            self._reported_failed, self._failed = self._failed, set()
             finished, self._finished = self._finished, set()
         return finished or None
 
     def take_failed(self) -> set[int]:
         """Failed blocks of what ``take_finished`` has just returned: a load may end in between."""
-        return self._told_failed
+        return self._reported_failed
 
     def close(self) -> None:
         if self._server is not None:

@@ -29,16 +29,12 @@ class HostBlocks:
         self._begun: dict[str, tuple[float, int]] = {}
         self._started: list[str] = []
         self._seconds = self._tokens = 0.0
-        self._removed: Callable[[bytes], None] = lambda block_hash: None
+        self.on_removed: Callable[[bytes], None] = lambda block_hash: None
         manager = _manager(connector, block_tokens)
         self.known = manager is not None
         """Whether it is known what the connector holds."""
         if manager is not None:
             self._follow(connector, manager)
-
-    def tell_removed(self, listener: Callable[[bytes], None]) -> None:
-        """Call ``listener`` with the hash of each removed block."""
-        self._removed = listener
 
     def load_s(self, block_hash: bytes) -> float:
         """Seconds to load one token of a block; 0: it is not there, or no load has been timed."""
@@ -111,7 +107,7 @@ class HostBlocks:
             return
         self._held.difference_update(hashes)
         for block_hash in hashes:
-            self._removed(block_hash)
+            self.on_removed(block_hash)
 
     def _loaded(self, request_id: str) -> None:
         begun = self._begun.pop(request_id, None)
@@ -137,9 +133,9 @@ _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 
 @dataclass(slots=True)
 class _Incoming:
-    """A request's KV transfer: ``asked_s`` is the start of its load, monotonic."""
+    """A request's KV transfer: ``began_s`` is the start of its load, monotonic."""
 
-    asked_s: float | None = None
+    began_s: float | None = None
     tokens: int = 0
 
 
@@ -183,12 +179,12 @@ class IncomingKv:
     @property
     def under_way(self) -> bool:
         """Whether any KV is being loaded."""
-        return any(each.asked_s is not None for each in self._requests.values())
+        return any(each.began_s is not None for each in self._requests.values())
 
     def awaits(self, request: Any, cached_tokens: int) -> bool:
         """Whether KV will come for a waiting request, once it is admitted."""
         incoming = self._requests.get(request.request_id)
-        if incoming is None or incoming.asked_s is not None:
+        if incoming is None or incoming.began_s is not None:
             return False
         incoming.tokens = max(0, request.num_prompt_tokens - 1 - cached_tokens)
         return True
@@ -206,11 +202,11 @@ class IncomingKv:
         """Called after a batch was made: the requests whose KV is requested from now on."""
         started = []
         for request_id, incoming in list(self._requests.items()):
-            if incoming.asked_s is not None:
+            if incoming.began_s is not None:
                 continue
             request = self._scheduler.requests[request_id]
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                incoming.asked_s = now_s
+                incoming.began_s = now_s
                 started.append(request_id)
             elif request.num_computed_tokens > 0:
                 # The engine had all of it cached, or vLLM computes it for its own reasons.
@@ -222,7 +218,7 @@ class IncomingKv:
         ended = []
         for request_id, incoming in list(self._requests.items()):
             if (
-                incoming.asked_s is None
+                incoming.began_s is None
                 or request_id not in self._scheduler.finished_recving_kv_req_ids
             ):
                 continue
@@ -233,7 +229,7 @@ class IncomingKv:
             else:
                 blocks = -(-incoming.tokens // self._block_tokens)
                 nbytes = blocks * self._block_bytes
-                self._local.kv_arrived(now_s - incoming.asked_s, incoming.tokens, nbytes)
+                self._local.kv_arrived(now_s - incoming.began_s, incoming.tokens, nbytes)
         return ended
 
 
@@ -274,14 +270,14 @@ class ExternalKv:
     vLLM asks the connector at admission, and some answer later. Sluice asks at arrival, leaves the
     request out of plans until the answer, and plans what is not held. vLLM gets the same answer:
     the connector locks the KV for the request, and LMCache counts a second answer as more KV.
-    ``asks``: whether it is not known otherwise; ``answer_s``: mean seconds until an answer."""
+    ``needed``: what it holds is not known otherwise; ``answer_s``: mean seconds until an answer."""
 
     def __init__(
-        self, connector: Any, asks: bool, clock: Callable[[], float] = time.monotonic
+        self, connector: Any, needed: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._asks = asks
-        self._asked: dict[str, tuple[Any, float | None]] = {}
+        self._needed = needed
+        self._unanswered: dict[str, tuple[Any, float | None]] = {}
         self._held: dict[str, Held] = {}
         self._loading: dict[str, Any] = {}
         self._later = False
@@ -292,29 +288,29 @@ class ExternalKv:
 
     def begin(self, request: Any) -> None:
         """A request arrived."""
-        if self._asks:
-            self._asked[request.request_id] = request, None
+        if self._needed:
+            self._unanswered[request.request_id] = request, None
 
     def forget(self, request_id: str) -> None:
         """The request has left the engine; unknown ids are ignored."""
-        for each in (self._asked, self._held, self._loading):
+        for each in (self._unanswered, self._held, self._loading):
             each.pop(request_id, None)
 
     def take_answers(self, computed_of: Callable[[Any], int]) -> list[str]:
         """Called before a plan. Returns the requests about which the connector has answered since.
         ``computed_of``: the tokens of a request that the engine itself has."""
         answered = []
-        for request_id, (request, asked_s) in list(self._asked.items()):
+        for request_id, (request, since_s) in list(self._unanswered.items()):
             computed = computed_of(request)
             now_s = self._clock()
             tokens, beside = self._ask(request, computed)
             if tokens is None:
                 self._later = True
-                self._asked[request_id] = request, now_s if asked_s is None else asked_s
+                self._unanswered[request_id] = request, now_s if since_s is None else since_s
                 continue
-            del self._asked[request_id]
+            del self._unanswered[request_id]
             self._held[request_id] = Held(computed, tokens, beside)
-            waited_s = 0.0 if asked_s is None else now_s - asked_s
+            waited_s = 0.0 if since_s is None else now_s - since_s
             kept = _KEPT if self.answer_s else 0.0
             self.answer_s = kept * self.answer_s + (1.0 - kept) * waited_s
             answered.append(request_id)
@@ -322,7 +318,7 @@ class ExternalKv:
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether the connector has not answered about a request."""
-        return request_id in self._asked
+        return request_id in self._unanswered
 
     def of(self, request_id: str) -> Held | None:
         """The answer about a request that vLLM has not admitted since; ``None``: there is none."""
@@ -344,7 +340,7 @@ class ExternalKv:
             loads = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             if loads:
                 self._loading[request_id] = request
-            if loads or request_id in self._asked:
+            if loads or request_id in self._unanswered:
                 found.append(request_id)
         return found
 
@@ -359,7 +355,7 @@ class ExternalKv:
     def _answer_vllm(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """vLLM asks, in place of the connector's method."""
         request_id = request.request_id
-        if request_id in self._asked:
+        if request_id in self._unanswered:
             return None, False
         held = self._held.get(request_id)
         if self._later and held is not None and held.computed == computed:
@@ -367,5 +363,5 @@ class ExternalKv:
         tokens, beside = self._ask(request, computed)
         if tokens is None:
             self._later = True
-            self._asked[request_id] = request, self._clock()
+            self._unanswered[request_id] = request, self._clock()
         return tokens, beside

@@ -134,30 +134,20 @@ class HeldPrefixes:
             del self._chunks_of[block_hash]
 
 
-class PooledBlocks:
-    """The blocks of vLLM's prefix cache, of the first group of layers. Hooks where events of
-    removed blocks are made, as vLLM's own queue copies the tokens of every block that enters."""
+def on_removed_blocks(pool: Any, listener: Callable[[bytes], None]) -> None:
+    """Call ``listener`` with the hash of each block that leaves vLLM's prefix cache, even if
+    another one with the same hash stays; not when the whole cache is cleared. vLLM's own queue of
+    events copies the tokens of every block that enters."""
+    from vllm.v1.core.kv_cache_utils import get_block_hash
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    emit = pool._emit_block_removed_events
 
-    def holds(self, block_hash: bytes) -> bool:
-        """Whether a block with this hash is cached."""
-        return self._pool.get_cached_block(block_hash, [0]) is not None
+    def emit_and_call(block_hashes: list[Any], *args: Any, **kwargs: Any) -> None:
+        emit(block_hashes, *args, **kwargs)
+        for block_hash in block_hashes:
+            listener(get_block_hash(block_hash))
 
-    def tell_removed(self, listener: Callable[[bytes], None]) -> None:
-        """Call ``listener`` with the hash of each removed block, even if another one with the same
-        hash stays. It is not called when the whole cache is cleared."""
-        from vllm.v1.core.kv_cache_utils import get_block_hash
-
-        emit = self._pool._emit_block_removed_events
-
-        def emit_and_tell(block_hashes: list[Any], *args: Any, **kwargs: Any) -> None:
-            emit(block_hashes, *args, **kwargs)
-            for block_hash in block_hashes:
-                listener(get_block_hash(block_hash))
-
-        self._pool._emit_block_removed_events = emit_and_tell
+    pool._emit_block_removed_events = emit_and_call
 
 
 class PrefixHit(NamedTuple):

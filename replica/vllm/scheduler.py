@@ -42,7 +42,7 @@ from sluice.replica.scheduler.speculation import PlannedDrafts
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.vllm.loaded_kv import ExternalKv, HostBlocks, IncomingKv, kv_of_request
-from sluice.replica.vllm.prefix_cache import HeldPrefixes, PooledBlocks, PrefixHits
+from sluice.replica.vllm.prefix_cache import HeldPrefixes, PrefixHits, on_removed_blocks
 from sluice.replica.vllm.rows import RequestRows
 from sluice.replica.vllm.support import (
     UnsupportedVllmError,
@@ -109,7 +109,6 @@ class PlanMixin(_Base):
         self._external = ExternalKv(self.connector, foreign)
         if own:
             self.connector.read_blocks_by(self.kv_cache_manager.get_block_ids)
-        blocks = PooledBlocks(self._pool)
         # vLLM keeps one block, the null block, for itself.
         self._total_blocks: int = self._pool.num_gpu_blocks - 1
         # Before the first step, or no request could ever run here, as it would seem.
@@ -117,10 +116,15 @@ class PlanMixin(_Base):
             free_kv_blocks=self._pool.get_num_free_blocks(), total_kv_blocks=self._total_blocks
         )
         self._held = HeldPrefixes(
-            table, blocks.holds, self.block_size, hash_tokens, load_s=self._host.load_s
+            table,
+            # Of the first group of layers.
+            lambda block_hash: self._pool.get_cached_block(block_hash, [0]) is not None,
+            self.block_size,
+            hash_tokens,
+            load_s=self._host.load_s,
         )
-        blocks.tell_removed(self._held.removed)
-        self._host.tell_removed(self._held.removed)
+        on_removed_blocks(self._pool, self._held.removed)
+        self._host.on_removed = self._held.removed
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         self._preempts = not self.vllm_config.model_config.is_encoder_decoder
         if not self._preempts:

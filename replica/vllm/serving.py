@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable, Container
-from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
 from typing import Any, Final, NamedTuple
@@ -17,7 +16,7 @@ from pydantic import TypeAdapter
 from sluice.protocol.errors import RequestError, error_event
 from sluice.protocol.requests import ANTHROPIC, GENERATING, SPEECH, Endpoint
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.vllm.contract import binds
+from sluice.replica.vllm.contract import binds, located
 
 logger = logging.getLogger(__name__)
 
@@ -38,83 +37,48 @@ _ANTHROPIC = "vllm.entrypoints.anthropic.protocol"
 _POOLING = "vllm.entrypoints.pooling"
 _SCORING = f"{_POOLING}.scoring.protocol"
 _SPEECH = "vllm.entrypoints.speech_to_text"
-_PLACES: dict[Endpoint, tuple[str, str, str, str]] = {
+_TOKENS = "vllm.entrypoints.serve.tokenize.protocol"
+PLACES: dict[Endpoint, tuple[str, str]] = {
     "chat": (
-        "openai_serving_chat",
-        "create_chat_completion",
-        f"{_OPENAI}.chat_completion.protocol",
-        "ChatCompletionRequest",
+        "openai_serving_chat.create_chat_completion",
+        f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest",
     ),
     "completions": (
-        "openai_serving_completion",
-        "create_completion",
-        f"{_OPENAI}.completion.protocol",
-        "CompletionRequest",
+        "openai_serving_completion.create_completion",
+        f"{_OPENAI}.completion.protocol:CompletionRequest",
     ),
     "responses": (
-        "openai_serving_responses",
-        "create_responses",
-        f"{_OPENAI}.responses.protocol",
-        "ResponsesRequest",
+        "openai_serving_responses.create_responses",
+        f"{_OPENAI}.responses.protocol:ResponsesRequest",
     ),
     "messages": (
-        "anthropic_serving_messages",
-        "create_messages",
-        _ANTHROPIC,
-        "AnthropicMessagesRequest",
+        "anthropic_serving_messages.create_messages",
+        f"{_ANTHROPIC}:AnthropicMessagesRequest",
     ),
     "count_tokens": (
-        "anthropic_serving_messages",
-        "count_tokens",
-        _ANTHROPIC,
-        "AnthropicCountTokensRequest",
+        "anthropic_serving_messages.count_tokens",
+        f"{_ANTHROPIC}:AnthropicCountTokensRequest",
     ),
-    "embeddings": (
-        "serving_embedding",
-        "__call__",
-        f"{_POOLING}.embed.protocol",
-        "EmbeddingRequest",
-    ),
+    "embeddings": ("serving_embedding.__call__", f"{_POOLING}.embed.protocol:EmbeddingRequest"),
     "classify": (
-        "serving_classification",
-        "__call__",
-        f"{_POOLING}.classify.protocol",
-        "ClassificationRequest",
+        "serving_classification.__call__",
+        f"{_POOLING}.classify.protocol:ClassificationRequest",
     ),
-    "pooling": (
-        "serving_pooling",
-        "__call__",
-        f"{_POOLING}.pooling.protocol",
-        "PoolingRequest",
-    ),
-    "score": ("serving_scores", "__call__", _SCORING, "ScoreRequest"),
-    "rerank": ("serving_scores", "__call__", _SCORING, "RerankRequest"),
+    "pooling": ("serving_pooling.__call__", f"{_POOLING}.pooling.protocol:PoolingRequest"),
+    "score": ("serving_scores.__call__", f"{_SCORING}:ScoreRequest"),
+    "rerank": ("serving_scores.__call__", f"{_SCORING}:RerankRequest"),
     "transcriptions": (
-        "openai_serving_transcription",
-        "create_transcription",
-        f"{_SPEECH}.transcription.protocol",
-        "TranscriptionRequest",
+        "openai_serving_transcription.create_transcription",
+        f"{_SPEECH}.transcription.protocol:TranscriptionRequest",
     ),
     "translations": (
-        "openai_serving_translation",
-        "create_translation",
-        f"{_SPEECH}.translation.protocol",
-        "TranslationRequest",
+        "openai_serving_translation.create_translation",
+        f"{_SPEECH}.translation.protocol:TranslationRequest",
     ),
-    "tokenize": (
-        "serving_tokenization",
-        "create_tokenize",
-        "vllm.entrypoints.serve.tokenize.protocol",
-        "TokenizeRequest",
-    ),
-    "detokenize": (
-        "serving_tokenization",
-        "create_detokenize",
-        "vllm.entrypoints.serve.tokenize.protocol",
-        "DetokenizeRequest",
-    ),
+    "tokenize": ("serving_tokenization.create_tokenize", f"{_TOKENS}:TokenizeRequest"),
+    "detokenize": ("serving_tokenization.create_detokenize", f"{_TOKENS}:DetokenizeRequest"),
 }
-"""Endpoint -> the layer's name in vLLM's state, its method, and where its type of request is."""
+"""Endpoint -> the method that serves it in vLLM's state, and where its type of request is."""
 
 _STREAM_ERRORS: Final = ('data: {"error"', "event: error")
 """How an error begins that ends a stream of text."""
@@ -130,11 +94,12 @@ def servings(state: Any, tasks: Container[str] = ()) -> dict[Endpoint, Serving]:
     """The endpoints of this vLLM application; ``tasks``: vLLM's names of what the model can do.
     Raises ConfigurationError: this vLLM lacks a layer, or calls it otherwise."""
     offered: dict[Endpoint, Serving] = {}
-    for endpoint, (layer_name, method, module, request_type) in _PLACES.items():
+    for endpoint, (served_by, request_type) in PLACES.items():
+        layer_name, _, method = served_by.partition(".")
         layer = getattr(state, layer_name, None)
-        if layer is None or (endpoint in SPEECH and not _reads_audio(endpoint, module)):
+        if layer is None or (endpoint in SPEECH and not _reads_audio(endpoint, request_type)):
             continue
-        body = TypeAdapter(getattr(import_module(module), request_type))
+        body = TypeAdapter(located((request_type,)))
         create = getattr(layer, method, None)
         if create is None or not binds(create, 3 if endpoint in SPEECH else 2):
             raise ConfigurationError(f"{type(layer).__name__}.{method} of this vLLM is not usable")
@@ -147,7 +112,7 @@ def servings(state: Any, tasks: Container[str] = ()) -> dict[Endpoint, Serving]:
     return offered
 
 
-def _reads_audio(endpoint: Endpoint, module: str) -> bool:
+def _reads_audio(endpoint: Endpoint, request_type: str) -> bool:
     missing = [package for package in AUDIO_PACKAGES if find_spec(package) is None]
     if missing:
         logger.warning(
@@ -157,7 +122,7 @@ def _reads_audio(endpoint: Endpoint, module: str) -> bool:
         )
         return False
     try:
-        return find_spec(module) is not None
+        return find_spec(request_type.partition(":")[0]) is not None
     except ModuleNotFoundError:
         logger.warning("%s are not offered with this version of vLLM", endpoint)
         return False
@@ -202,8 +167,8 @@ def event_bytes(event: Any, endpoint: Endpoint) -> bytes:
 
 
 def _error_bytes(event: str, endpoint: Endpoint) -> bytes:
-    told = json.loads(event.partition("data: ")[2])["error"]
-    error = RequestError(told["message"], told.get("param"), int(told.get("code") or 500))
+    given = json.loads(event.partition("data: ")[2])["error"]
+    error = RequestError(given["message"], given.get("param"), int(given.get("code") or 500))
     return error_event(endpoint, error.document(endpoint))
 
 

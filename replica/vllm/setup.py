@@ -304,8 +304,8 @@ def engine_arguments(
 
 def _reason(text: str) -> str:
     """The reason in the parser's output: its usage comes before, links after."""
-    told = text.rpartition(" error: ")[2].partition("For further information")[0]
-    return " ".join(told.split())[:500]
+    reason = text.rpartition(" error: ")[2].partition("For further information")[0]
+    return " ".join(reason.split())[:500]
 
 
 def engine_config(arguments: Any) -> Any:

@@ -54,7 +54,7 @@ STRUCTURED_FEATURES: Mapping[str, Mapping[str, Any]] = {
 
 
 def silence(seconds: float, rate: int = 16_000) -> bytes:
-    """A WAV with nothing to hear, of ``rate`` samples per second."""
+    """A silent WAV, of ``rate`` samples per second."""
     file = io.BytesIO()
     with wave.open(file, "wb") as audio:
         audio.setnchannels(1)
@@ -107,8 +107,8 @@ async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> N
             await user.use_together({name: fields}, _PAIR_TOKENS)
         await user.use_together(features, _PAIR_TOKENS[:1])
         for adapter in adapters:
-            asked = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
-            await user.use("completions", asked, f"the LoRA adapter {adapter}")
+            body = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
+            await user.use("completions", body, f"the LoRA adapter {adapter}")
     for endpoint, bodies in ENDPOINT_FEATURES.items():
         for body in bodies:
             await user.use(endpoint, body, endpoint)

@@ -1,16 +1,11 @@
 """Where the order of simulated annealing is used, in real vLLM: before the engine, or in it.
 
 Run with ``python -m tests.replica.annealed_dispatch [--rounds 5] [--requests 40] [--batch 4]``. The
-requests are there at once, half chat and half code. In turns on one engine in this process:
-
-- ``fcfs``: sent in the order of arrival, served first come, first served;
-- ``dispatch``: sent in the order of one mapping to the same engine, as in the paper (002 §5.1);
-- ``first_batch``, ``in_order``: sent in the order of arrival, planned by the policy ``annealing``.
-
-``fcfs`` stands for stock vLLM, whose output it has (:mod:`tests.replica.test_vllm_policies`). G is
-the met requests per second of latency. The dispatch knows every output length; the policy predicts
-them from finished outputs, limited by each request's ``max_tokens``.
-"""
+requests are there at once, half chat and half code. In turns on one engine: ``fcfs``, sent in the
+order of arrival and served so; ``dispatch``, sent in the order of one mapping to the same engine,
+as in the paper (002 §5.1); ``first_batch`` and ``in_order``, planned by the policy ``annealing``. G
+is the met requests per second of latency. The dispatch knows every output length; the policy
+predicts them from finished outputs."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[i
 
 
 class Started(NamedTuple):
-    """An engine, what it says of itself, and how many graphs of torch and loops of numba its
-    process had compiled when it was ready."""
+    """``compiled``: graphs of torch and loops of numba of its process when it was ready."""
 
     engine: VllmEngine
     info: EngineInfo

@@ -13,10 +13,7 @@ from sluice.scheduling.roles import Role
 
 
 class MirrorOfOne:
-    """The controller's side of the protocol for one replica: order rules, mirror and all.
-
-    ``lose`` decides over each message: "request" never arrives, "reply" arrives unanswered.
-    """
+    """``lose`` decides over each message: "request" never arrives, "reply" arrives unanswered."""
 
     def __init__(self) -> None:
         self.epoch = 1

@@ -22,8 +22,7 @@ def quiet_vllm() -> None:
 
 
 class Work(NamedTuple):
-    """One request: a name that is unique among the live ones, the tokens of its prompt, how many
-    tokens it generates, its TTFT, seconds, whether it has no guarantee, and its TPOT, seconds."""
+    """One request; its name is unique among the live ones."""
 
     name: str
     prompt: Sequence[int]
@@ -34,8 +33,7 @@ class Work(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The output of a request: greedy tokens, the log probability of each, the time from its
-    arrival to its first token, seconds, and the finish reason."""
+    """Greedy tokens, and the time from the arrival to the first one."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -70,11 +68,7 @@ class OneEngine:
         return self.run()[work.name]
 
     def reset(self) -> None:
-        """Empty the prefix cache; nothing may be live.
-
-        Raises:
-            RuntimeError: blocks are in use.
-        """
+        """Empty the prefix cache. Raises RuntimeError: blocks are in use."""
         if not self._llm.llm_engine.reset_prefix_cache():
             raise RuntimeError("KV blocks are in use, though nothing is live")
 
@@ -84,8 +78,7 @@ class OneEngine:
         del self._llm
 
     def _request(self, work: Any, arrived_s: float | None, **more: Any) -> tuple[Any, ...]:
-        """The arguments of vLLM's ``add_request``, by default for greedy tokens with their
-        probabilities; ``more`` are parameters of the sampling."""
+        """The arguments of vLLM's ``add_request``; ``more`` are parameters of the sampling."""
         from vllm import SamplingParams
 
         self._arrived_s[work.name] = time.monotonic() if arrived_s is None else arrived_s
@@ -109,8 +102,8 @@ class OneEngine:
 
 
 class StockEngine(OneEngine):
-    """An engine core of stock vLLM with its own priorities, whose requests arrive while it
-    computes: those that arrive during a step are available to the next one."""
+    """Stock vLLM with its own priorities. What arrives during a step is available to the next
+    one."""
 
     def __init__(self, model: Path, **args: Any) -> None:
         super().__init__()
@@ -119,14 +112,12 @@ class StockEngine(OneEngine):
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def use(self, step_tokens: int, long_tokens: int = 0) -> None:
-        """Set the max tokens of a step, at most those that the engine was made for, and of one
-        prefill in it; 0: no separate bound."""
+        """Set the max tokens of a step, and of one prefill in it; 0: no separate bound."""
         self._scheduler.max_num_scheduled_tokens = step_tokens
         self._scheduler.scheduler_config.long_prefill_token_threshold = long_tokens
 
     def add(self, work: Work, arrived_s: float | None = None) -> None:
-        """A request arrives now, or arrived some time ago; on the engine's thread. The tighter its
-        objective, the higher its priority."""
+        """A request arrives; the tighter its objective, the higher its priority."""
         priority = round(1e3 * work.ttft_s)  # the lowest first
         self._llm.llm_engine.add_request(*self._request(work, arrived_s), priority=priority)
 
@@ -147,8 +138,7 @@ class StockEngine(OneEngine):
 
 class EngineProcess:
     """The engine that ``make`` returns, in a child process: two engines in one process would share
-    the global state of vLLM and torch, such as threads and the cores that these are pinned to.
-    Everything that is sent must be picklable."""
+    the global state of vLLM and torch. Everything that is sent must be picklable."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
@@ -159,11 +149,7 @@ class EngineProcess:
             raise
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(engine, *args)``, in the child process.
-
-        Raises:
-            BrokenProcessPool: the process ended.
-        """
+        """``function(engine, *args)`` there. Raises BrokenProcessPool: the process ended."""
         return self._pool.submit(_call, function, args).result()
 
     def close(self) -> None:

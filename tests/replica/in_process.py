@@ -139,8 +139,8 @@ class InProcess:
     def serve(
         self, requests: Requests, every: int, aborted: Collection[int] = ()
     ) -> dict[int, tuple[int, ...]]:
-        """The same of requests that arrive one by one, ``every`` so many batches; those in
-        ``aborted`` are stopped some batches after their arrival."""
+        """The same of requests that arrive one by one, every so many batches; ``aborted`` ones are
+        stopped."""
         engine = self.llm.llm_engine
         outputs: dict[int, tuple[int, ...]] = {}
         arrived = batches = 0
@@ -172,7 +172,7 @@ class InProcess:
 
 @contextmanager
 def _vllm_leaves_garbage() -> Iterator[None]:
-    """It does not collect, freeze or unfreeze all that this process has imported: seconds for each
+    """vLLM does not collect, freeze or unfreeze what this process has imported: seconds an
     engine."""
     with ExitStack() as patches:
         for name in ("collect", "freeze", "unfreeze"):

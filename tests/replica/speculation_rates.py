@@ -1,13 +1,10 @@
 """The benefit of planned speculation lengths in a real engine, against fixed ones.
 
-Run with ``python -m tests.replica.speculation_rates``. One real vLLM engine on this machine's CPU,
-one thread, a small model whose greedy text repeats and that computes in 32 bits, and n-grams of the
-text as drafts. Requests of three kinds arrive at random; objectives and rates are multiples of this
-machine's times, measured first. The same arrivals run under each way of choosing lengths, one way
-after the other in turn, so that all see the same machine. Each round gives, for each way, the rate
-at which :data:`ENOUGH` of the requests meet their objective; the report has the ratios of each
-round, and their spread.
-"""
+Run with ``python -m tests.replica.speculation_rates``: vLLM on one thread of this machine's CPU, a
+small model whose greedy text repeats, and n-grams of the text as drafts. Requests of three kinds
+arrive at random; objectives and rates are multiples of this machine's times, measured first. The
+same arrivals run under each way of choosing lengths in turn. Each round gives, for each way, the
+rate at which ``ENOUGH`` of the requests meet their objective; the report has the ratios."""
 
 from __future__ import annotations
 
@@ -42,29 +39,16 @@ ADAPTIVE = "adaptive"
 WAYS: dict[str, int | None] = {ADAPTIVE: None, "fixed 0": 0, "fixed 3": 3, "fixed 5": 5}
 """Max drafted tokens that each decode checks; ``None``: as many as planned."""
 
-LAYERS, HIDDEN = 2, 128
-"""Of the model."""
-
 LOADS = (0.6, 0.9, 1.2, 1.5)
-MOST_DRAFTED = 5
+MAX_DRAFTED = 5
 POLICY = "deadline_triage"
-CALIBRATED = 32
-"""Requests that arrive at once, to measure the engine's throughput without speculation."""
-ENOUGH = 0.9
-"""Share of requests that must meet their objective."""
-
-_PHRASE = (3, 8)
-_TOKENS = (300, 1000)
-_MOST_LIVE = 4096
-_NAP_S = 0.001
-_HEADROOM = 1.05
-_WORDS = 12
+CALIBRATED = 32  # Requests that arrive at once, to measure the engine's throughput
+ENOUGH = 0.9  # Share of requests that must meet their objective
 
 
 class Kind(NamedTuple):
-    """A kind of request: the ranges of its tokens, its objective in steps of one decode alone, and
-    its share. A repetitive one has a prompt that repeats a phrase, and greedy text; else both are
-    random, and drafts are wrong."""
+    """Ranges of its tokens, and objectives in steps of one decode alone. A repetitive one has a
+    prompt that repeats a phrase, and greedy text; else both are random, and drafts are wrong."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
@@ -87,19 +71,12 @@ KINDS = {
 @number_option("--load", "loads", default=LOADS, least=0.01, most=100, multiple=True)
 @as_json
 def main(rounds: int, requests: int, loads: tuple[float, ...], as_json: bool) -> None:
-    """Compare planned speculation lengths with fixed ones, in real vLLM.
-
-    Each --load is a rate, as a multiple of the engine's throughput without speculation; it is
-    repeatable.
-
-    \b
-    Example:
-      python -m tests.replica.speculation_rates --rounds 3 --json
-    """
+    """Compare planned speculation lengths with fixed ones, in real vLLM. Each --load is a rate, as
+    a multiple of the engine's throughput without speculation; it is repeatable."""
     quiet_vllm()
     loads = tuple(sorted(loads))
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as name:
-        model = repeating_model(Path(name), LAYERS, HIDDEN)
+        model = repeating_model(Path(name))
         with closing(SpeculatingEngine(model, Path(name))) as engine:
             step_s, full_rate = calibrated(engine, CALIBRATED)
             rows = measure(engine, step_s, full_rate, requests, loads, rounds)
@@ -112,19 +89,14 @@ def main(rounds: int, requests: int, loads: tuple[float, ...], as_json: bool) ->
     show({**found, "rows": rows}, [table(rows, *rows[0], title=title)], as_json, line)
 
 
-def repeating_model(directory: Path, layers: int, hidden: int, seed: int = 0) -> Path:
-    """The folder, in ``directory``, of a model whose greedy text repeats, as a real model's text
-    does on code, quotes and forms.
-
-    It is the local model with two changes: its attention has no effect, so that the next token
-    follows from the last one alone, and :data:`_WORDS` tokens stand out from all others. So a
-    greedy text cycles after a few tokens, while a sampled text uses all tokens and does not. The
-    computation and duration of a step are those of the local model.
-    """
+def repeating_model(directory: Path) -> Path:
+    """The folder of a model whose greedy text repeats, as text does on code, quotes and forms: the
+    local model, whose attention has no effect, so that the next token follows from the last one
+    alone, and with some words that stand out. Sampled text does not repeat. Steps take as long."""
     from safetensors.torch import load_file, save_file
 
     target = directory / "repeating"
-    shutil.copytree(local_model(directory, layers=layers, hidden=hidden), target)
+    shutil.copytree(local_model(directory, layers=2, hidden=128), target)
     (file,) = target.glob("*.safetensors")
     weights = load_file(file)
     for name, weight in weights.items():
@@ -132,15 +104,14 @@ def repeating_model(directory: Path, layers: int, hidden: int, seed: int = 0) ->
             weight.zero_()
     head = weights["lm_head.weight"]
     words = head.abs().sum(dim=1).nonzero().flatten().tolist()
-    for token in set(words) - set(random.Random(seed).sample(words, _WORDS)):
+    for token in set(words) - set(random.Random(0).sample(words, 12)):
         head[token].zero_()
     save_file(weights, file, metadata={"format": "pt"})
     return target
 
 
 class Asked(NamedTuple):
-    """One request: its name, its arrival, seconds after the first, prompt tokens, number of output
-    tokens, objective, and sampling."""
+    """One request; ``at_s``: seconds after the first."""
 
     name: str
     at_s: float
@@ -151,8 +122,8 @@ class Asked(NamedTuple):
 
 
 def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Asked]:
-    """``requests`` requests at random times, on average ``rate`` a second, with objectives for an
-    engine whose decode takes ``step_s`` alone."""
+    """Requests at random times, with objectives for an engine whose decode takes ``step_s``
+    alone."""
     chance = random.Random(seed)
     shares = [kind.share for kind in KINDS.values()]
     found: list[Asked] = []
@@ -161,8 +132,8 @@ def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Asked
         name = chance.choices(list(KINDS), shares)[0]
         kind = KINDS[name]
         length = chance.randint(*kind.prompt)
-        phrase = chance.randint(*_PHRASE) if kind.repetitive else length
-        prompt = [chance.randrange(*_TOKENS) for _ in range(phrase)]
+        phrase = chance.randint(3, 8) if kind.repetitive else length
+        prompt = [chance.randrange(300, 1000) for _ in range(phrase)]
         prompt = (prompt * length)[:length]
         slo = SLO(ttft_s=kind.ttft * step_s, tpot_s=kind.tpot * step_s, service_class=name)
         output, temperature = chance.randint(*kind.output), 0.0 if kind.repetitive else 1.0
@@ -173,8 +144,7 @@ def arrivals(step_s: float, rate: float, requests: int, seed: str) -> list[Asked
 
 def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
     """The highest rate up to which at least ``enough`` attain, linearly interpolated between the
-    measured rates: ``shares`` has these and the shares that attained; below the first one all
-    would attain."""
+    measured rates and their shares; below the first one all would attain."""
     reached, before = 0.0, 1.0
     for rate, share in shares:
         if share < enough:
@@ -184,9 +154,7 @@ def rate_at(shares: list[tuple[float, float]], enough: float = ENOUGH) -> float:
 
 
 class Run(NamedTuple):
-    """Some requests, from the first arrival to the last token: the share that met its objective,
-    the TPOT of each, how long all took, seconds, drafted tokens checked and accepted, and decode
-    steps with drafts."""
+    """Some requests, from the first arrival to the last token; ``offered``: steps with drafts."""
 
     attained: float
     tpots_s: list[float]
@@ -209,17 +177,16 @@ class FixedLengths(Speculation):
 
 
 class SpeculatingEngine(OneEngine):
-    """An engine of the model in a directory, with n-grams of the text as drafts of at most
-    :data:`MOST_DRAFTED` tokens; its state table is in ``directory``."""
+    """An engine with n-grams of the text as drafts."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         super().__init__()
         path = directory / "state"
-        self.table = StateTable.create(_MOST_LIVE, path)
+        self.table = StateTable.create(4096, path)
         settings = SchedulerSettings(state_table=path, policy=POLICY)
         ngrams = {
             "method": "ngram",
-            "num_speculative_tokens": MOST_DRAFTED,
+            "num_speculative_tokens": MAX_DRAFTED,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 3,
         }
@@ -248,13 +215,10 @@ class SpeculatingEngine(OneEngine):
         self._local._policy = policy
 
     def learn(self) -> None:
-        """Plan with a latency model that is fitted to the latest steps.
-
-        Raises:
-            ValueError: the steps are too few, or too similar.
-        """
+        """Plan with a latency model that is fitted to the latest steps. Raises ValueError: too
+        few."""
         model, _ = fit(self.table.samples())
-        self.table.set_model(model.with_headroom(_HEADROOM))
+        self.table.set_model(model.with_headroom(1.05))
 
     def serve(self, arrivals: Sequence[Asked]) -> Run:
         """Serve requests as they arrive, by the clock, until all have ended."""
@@ -271,7 +235,7 @@ class SpeculatingEngine(OneEngine):
                 self._begin(asked, began_s + asked.at_s)
                 clocks[asked.name] = TokenClock(asked.slo, began_s + asked.at_s)
             if not engine.has_unfinished_requests():
-                time.sleep(min(_NAP_S, max(0.0, began_s + waiting[-1].at_s - now_s)))
+                time.sleep(min(0.001, max(0.0, began_s + waiting[-1].at_s - now_s)))
                 continue
             outputs = engine.step()
             now_s = time.monotonic()
@@ -295,10 +259,10 @@ class SpeculatingEngine(OneEngine):
 
 
 def calibrated(engine: SpeculatingEngine, requests: int) -> tuple[float, float]:
-    """Seconds of a decode that runs alone, and requests a second without speculation when
-    ``requests`` arrive at once. From then on the engine plans with its own latency model."""
+    """Seconds of a decode alone, and requests a second without speculation when all arrive at
+    once."""
     many = [each._replace(at_s=0.0) for each in arrivals(1.0, 1.0, requests, "full")]
-    for most in (MOST_DRAFTED, 0):  # the first ones warm up
+    for most in (MAX_DRAFTED, 0):  # the first ones warm up
         engine.use(most)
         engine.serve(many)
     engine.learn()
@@ -314,8 +278,7 @@ def measure(
     loads: Sequence[float],
     rounds: int,
 ) -> list[Json]:
-    """A row for each of :data:`WAYS`, in each of ``rounds`` rounds; see :func:`_row`. Loads are
-    multiples of ``full_rate``, ascending."""
+    """A row for each way. Loads are multiples of ``full_rate``, ascending."""
     ways = list(WAYS)
     runs: dict[str, list[list[Run]]] = {way: [[] for _ in range(rounds)] for way in ways}
     for number in range(rounds):
@@ -337,10 +300,9 @@ def measure(
 
 
 def _row(way: str, runs: list[list[Run]], rates: list[float], adaptive: list[float]) -> Json:
-    """One way of choosing lengths, over all rounds: the mean share that attained, by load; the
-    median rate at which enough attain, requests/s; of the adaptive way's rate to this one's in the
-    same round the median, min and max; drafted tokens checked per decode that has drafts; and the
-    share of them that was right."""
+    """The mean share that attained, by load; the median rate at which enough attain; the median,
+    min and max of the adaptive way's rate over this one's in the same round; and what became of
+    drafts."""
     ratios = [best / own for best, own in zip(adaptive, rates, strict=True) if own]
     spread = (median(ratios), min(ratios), max(ratios)) if ratios else ()
     every = [run for each in runs for run in each]

@@ -1,18 +1,12 @@
 """What Sluice's scheduler costs of vLLM's steps, with and without asynchronous scheduling.
 
 Run with ``python -m tests.replica.step_rates [--rounds 7] [--requests 64] [--step-ms 10]``. One
-engine core of vLLM runs the same requests in turns under vLLM's own scheduler and under Sluice's,
-with the same worker and KV cache:
-
-- ``model``: a small model on this machine's CPU, one batch at a time: all that vLLM offers on CPUs.
-- ``device``: a device whose every step takes ``--step-ms``, beside which this process is free, as
-  it is beside a GPU; one batch at a time, and two in flight (asynchronous scheduling). It computes
-  nothing, so this shows what the loop of the engine can hide, not what a GPU does.
-
-In a round all requests decode together. Printed are medians over the rounds of the steps per second
-and of the engine loop's processor time per step, which other work on the cores hardly changes, and
-the median of the ratios within a round.
-"""
+engine core runs the same requests in turns under vLLM's own scheduler and under Sluice's: with a
+small model on this machine's CPU (``model``), one batch at a time, and on a device whose every step
+takes ``--step-ms`` (``device``), one batch at a time and two in flight; it computes nothing, so
+this shows what the engine's loop can hide. In a round all requests decode together. Printed are
+medians of the steps per second, of the loop's processor time per step, and of the ratios within a
+round."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """KV that vLLM's ``OffloadingConnector`` has in the host's memory counts with the time to load it.
-The connector, its manager and the scheduler are vLLM's; the copies, which need a GPU, are left
-out."""
+The copies, which need a GPU, are left out."""
 
 from __future__ import annotations
 

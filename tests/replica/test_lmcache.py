@@ -19,17 +19,10 @@ from sluice.replica.vllm.engine import VllmEngine
 
 from .attentive import attentive_model
 from .in_process import InProcess, mixed_requests, outputs_of_stock
-from .known_model import KnownModel
 from .small_engine import data_of, greedy, items_of, small_config
 from .test_vllm_async import (
-    BLOCK,
     CALM,
-    check_idle,
-    expected_of,
-    loop,
-    make,
     no_full_collection,
-    request_of,
     token_at,
 )
 
@@ -159,104 +152,3 @@ def test_lmcache_in_the_process_of_the_engine_has_no_copies_for_cpus():
     config, worker = LMCacheEngineConfig.from_defaults(), SimpleNamespace(local_worker_id=0)
     with pytest.raises(RuntimeError, match="No supported cpu connector"):
         CreateGPUConnector(config, worker, EngineType.VLLM)
-
-
-class ModelWithKv(KnownModel):
-    """Writes each token into its place in the KV cache, which LMCache copies from and to, and trips
-    where a batch would read another one."""
-
-    def __init__(self, scheduler):
-        import torch
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-        super().__init__(token_at)
-        self._scheduler = scheduler
-        self._blocks = torch.zeros(scheduler.kv_cache_config.num_blocks, 1, BLOCK, 128).bfloat16()
-        self._connector = KVConnectorFactory.create_connector(
-            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
-        )
-        self._connector.register_kv_caches({"layer": self._blocks})
-        self._written = {}
-        self.ran = 0
-
-    def close(self):
-        self._connector.shutdown()
-
-    def run(self, output):
-        from vllm.v1.outputs import KVConnectorOutput
-
-        connector, known = self._connector, KVConnectorOutput()
-        connector.handle_preemptions(output.kv_connector_metadata)
-        connector.bind_connector_metadata(output.kv_connector_metadata)
-        if output.has_sync_kv_loads:
-            connector.start_load_kv(None)
-        ran = super().run(output)
-        if not output.num_scheduled_tokens:
-            time.sleep(0.002)  # while LMCache answers or copies
-        for part in self.parts(output):
-            self._compute(*part)
-        if not output.has_sync_kv_loads:
-            connector.start_load_kv(None)
-        connector.wait_for_save()
-        results = connector.get_transfer_results(output.finished_req_ids)
-        known.finished_sending = results.finished_sending
-        known.finished_recving = results.finished_recving
-        known.failed_recving = results.failed_recving
-        known.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        known.kv_connector_worker_meta = connector.build_connector_worker_meta()
-        connector.clear_connector_metadata()
-        ran.kv_connector_output = known
-        return ran
-
-    def _compute(self, name, start, count):
-        import torch
-
-        request = self._scheduler.requests[name]
-        prompt = list(request.prompt_token_ids)
-        end = start + count
-        tokens = (prompt + [token_at(name, at) for at in range(len(prompt), end)])[:end]
-        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(name)
-        places = [(blocks[at // BLOCK], at % BLOCK) for at in range(end)]
-        block, offset = torch.tensor(places).T
-        read = self._blocks[block[:start], 0, offset[:start]].float()
-        found = (read[:, 0] * 32 + read[:, -1]).long().tolist()
-        assert found == tokens[:start], "KV that is not there"
-        # Each half is exact in 16 bits.
-        new = torch.tensor(tokens[start:])
-        self._blocks[block[start:], 0, offset[start:], 0] = (new // 32).bfloat16()
-        self._blocks[block[start:], 0, offset[start:], -1] = (new % 32).bfloat16()
-        self.ran += count
-
-
-@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_batch_reads_kv_that_has_arrived(model, tier, tmp_path, policy, in_flight):
-    """With one and two batches in flight. The KV cache holds two prompts, so that all of six have
-    left it when they come again."""
-    from vllm.config import KVTransferConfig
-
-    args = {"kv_transfer_config": KVTransferConfig(**tier), "enable_prefix_caching": True}
-    scheduler, table = make(model, tmp_path, policy, 40, in_flight, **args)
-    scheduler.vllm_config.cache_config.kv_cache_layout = "LBHNC"
-    worker = ModelWithKv(scheduler)
-    try:
-        ran = []
-        for served in range(3):
-            # What LMCache has of another case is of no use here.
-            prompts = [f"{policy} {in_flight} {prompt}" for prompt in range(PROMPTS)]
-            arriving = [
-                request_of(f"{each} {served}", TOKENS, OUTPUT, CALM, time.monotonic(), prompt=each)
-                for each in prompts
-            ]
-            before = worker.ran
-            received = loop(scheduler, in_flight, arriving, (), worker)
-            assert [received[each.request_id] for each in arriving] == [*map(expected_of, arriving)]
-            ran.append(worker.ran - before)
-        # Some are preempted, and compute their last tokens again.
-        assert ran[0] >= PROMPTS * (TOKENS + OUTPUT - 1) and max(ran[1:]) < ran[0] / 4
-        assert len(table.read().rows) == 0
-        check_idle(scheduler, 40)
-    finally:
-        worker.close()
-        scheduler.shutdown()

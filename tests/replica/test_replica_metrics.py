@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.replica.config import SimulatedEngineConfig
-from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.preemption.messages import Timing
 from sluice.replica.preemption.stats import Stats
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
@@ -21,10 +24,21 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.fleet.state import PLAN_BUCKETS_S, STEP_RATIO_BUCKETS, EngineState
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.roles import Role
+
+ABC = (("replica", "abc"),)
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
-def scrape(registry: CollectorRegistry) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+def scrape(role: Role = "mixed", **states: Callable[[], EngineState]) -> Samples:
+    """The samples of ranks by name, each with 7 live requests; 3 replicas are configured."""
+    registry = CollectorRegistry(auto_describe=False)
+    ranks: Any = [
+        SimpleNamespace(replica_id=name, engine=SimpleNamespace(state=state), live_requests=7)
+        for name, state in states.items()
+    ]
+    registry.register(ReplicaCollector(ranks, lambda: 3, role))
+    samples: Samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
             samples.setdefault(sample.name, {})[tuple(sample.labels.items())] = sample.value
@@ -53,10 +67,8 @@ def test_what_suspensions_cost_is_there() -> None:
     timing = Timing(0.0, 9.0, 3.0, (1.002, 2.3), 40)
     stats.ended([1.0, 2.0, 4.0], timing)
     table.write(**asdict(stats))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
-    samples = scrape(registry)
-    assert samples["sluice_suspended_prefills"] == {(("replica", "abc"),): 1}
+    samples = scrape(abc=table.read)
+    assert samples["sluice_suspended_prefills"] == {ABC: 1}
     for name, value in {
         "rounds": 9,
         "suspensions": 2,
@@ -76,29 +88,24 @@ def test_what_suspensions_cost_is_there() -> None:
 def test_every_metric_is_there_and_adds_up() -> None:
     table = StateTable.create(8)
     steps = run_some_steps(table)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(
-        ReplicaCollector({"abc": Measured(table.read, lambda: 7)}, lambda: 3, "decode")
-    )
-    samples = scrape(registry)
-    replica = (("replica", "abc"),)
-    assert samples["sluice_replica_live_requests"] == {replica: 7}
-    assert samples["sluice_configured_replicas"] == {(*replica, ("role", "decode")): 3}
+    samples = scrape("decode", abc=table.read)
+    assert samples["sluice_replica_live_requests"] == {ABC: 7}
+    assert samples["sluice_configured_replicas"] == {(*ABC, ("role", "decode")): 3}
     assert samples["sluice_engine_steps_total"] == {(): steps}
     assert samples["sluice_preemptions_total"][()] > 0
     assert samples["sluice_plan_mismatches_total"] == {(): 0}
-    assert samples["sluice_last_step_seconds"][replica] == pytest.approx(0.02)
-    assert 1.0 < samples["sluice_latency_correction"][replica] <= 2.0
-    assert 1.0 < samples["sluice_latency_fixed_correction"][replica] <= 2.0
-    assert 0.0 < samples["sluice_latency_spread_ratio"][replica] <= 1.0
-    assert samples["sluice_predicted_step_seconds"][replica] > 0.01
+    assert samples["sluice_last_step_seconds"][ABC] == pytest.approx(0.02)
+    assert 1.0 < samples["sluice_latency_correction"][ABC] <= 2.0
+    assert 1.0 < samples["sluice_latency_fixed_correction"][ABC] <= 2.0
+    assert 0.0 < samples["sluice_latency_spread_ratio"][ABC] <= 1.0
+    assert samples["sluice_predicted_step_seconds"][ABC] > 0.01
     for name, bounds in (
         ("sluice_plan_seconds", PLAN_BUCKETS_S),
         ("sluice_step_time_ratio", STEP_RATIO_BUCKETS),
     ):
         assert samples[f"{name}_count"] == {(): steps}
         assert samples[f"{name}_sum"][()] > 0
-        buckets = [value for _, value in samples[f"{name}_bucket"].items()]
+        buckets = list(samples[f"{name}_bucket"].values())
         assert len(buckets) == len(bounds) + 1
         assert buckets == sorted(buckets)
         assert buckets[-1] == steps
@@ -111,18 +118,12 @@ def test_counters_are_summed_over_ranks_and_gauges_are_of_each() -> None:
     tables = [StateTable.create(8) for _ in range(2)]
     steps = [run_some_steps(table) for table in tables]
     tables[1].write(last_step_s=0.5)
-    registry = CollectorRegistry(auto_describe=False)
-    ranks = {f"abc:{rank}": Measured(table.read, lambda: 7) for rank, table in enumerate(tables)}
-    registry.register(ReplicaCollector(ranks, lambda: 3))
-    samples = scrape(registry)
-    names = [(("replica", name),) for name in ranks]
+    samples = scrape(one=tables[0].read, two=tables[1].read)
+    names = [(("replica", name),) for name in ("one", "two")]
     assert samples["sluice_replica_live_requests"] == dict.fromkeys(names, 7)
     assert samples["sluice_engine_steps_total"] == {(): sum(steps)}
     assert samples["sluice_plan_seconds_count"] == {(): sum(steps)}
-    assert samples["sluice_last_step_seconds"] == {
-        names[0]: pytest.approx(0.02),
-        names[1]: 0.5,
-    }
+    assert samples["sluice_last_step_seconds"] == {names[0]: pytest.approx(0.02), names[1]: 0.5}
 
 
 def test_what_became_of_drafts_is_there() -> None:
@@ -130,10 +131,9 @@ def test_what_became_of_drafts_is_there() -> None:
     counts = DraftCounts()
     for checked, accepted in ((0, 0), (2, 1), (5, 5), (12, 0)):
         counts.observe("chat", checked, accepted)
+    assert counts.rates.rate("chat") > counts.rates.rate("unheard of") > 0
     table.write(draft_s=0.003, **counts.summary())
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector({"abc": Measured(table.read, lambda: 0)}, lambda: 1))
-    samples = scrape(registry)
+    samples = scrape(abc=table.read)
     assert samples["sluice_drafts_accepted_total"] == {(): 6}
     assert samples["sluice_draft_length_sum"] == {(): 19}
     assert samples["sluice_draft_length_count"] == {(): 4}
@@ -141,16 +141,11 @@ def test_what_became_of_drafts_is_there() -> None:
     assert [within[("le", bound),] for bound in ("0", "2", "4", "5", "10", "+Inf")] == (
         [1, 2, 2, 3, 3, 4]
     )
-    assert samples["sluice_draft_seconds"] == {(("replica", "abc"),): 0.003}
+    assert samples["sluice_draft_seconds"] == {ABC: 0.003}
 
 
 def test_a_dead_engine_leaves_what_the_replica_knows_itself() -> None:
     def gone() -> EngineState:
         raise RuntimeError("the engine is gone")
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaCollector({"abc": Measured(gone, lambda: 1)}, lambda: 3))
-    assert set(scrape(registry)) == {
-        "sluice_replica_live_requests",
-        "sluice_configured_replicas",
-    }
+    assert set(scrape(abc=gone)) == {"sluice_replica_live_requests", "sluice_configured_replicas"}

@@ -39,9 +39,10 @@ class Bench:
         self.now_s = 100.0
         self.live = 0
         self.hung = False
+        self.dead = False
         self.followed: list[str] = []
         self.reporter = Reporter(
-            self.table.read,
+            self.read,
             INFO,
             self.mirror,
             ReplicaConfig(report_interval_s=INTERVAL_S),
@@ -51,6 +52,11 @@ class Bench:
             lambda: self.now_s,
             follow=self.followed.append,
         )
+
+    def read(self) -> EngineState:
+        if self.dead:
+            raise RuntimeError("the engine is gone")
+        return self.table.read()
 
     def admit(self, key: int) -> int:
         return self.table.allocate(key, SLO(ttft_s=1.0), 5.0, 10)
@@ -69,31 +75,52 @@ class Bench:
         self.now_s += wait_s
         return wait_s
 
+    async def heartbeat(self) -> None:
+        self.now_s += HEARTBEAT_S
+        await self.tick()
+
+    async def restarted(self) -> ReplicaHello:
+        """The hello to a controller that has just started, which refuses a report before it."""
+        self.mirror.restart()
+        began_s = self.now_s
+        while self.mirror.seq is None:
+            await self.tick()
+        assert self.now_s - began_s < 2.0
+        assert self.mirror.shows(self.table.read())
+        return self.hello
+
     @property
-    def last(self) -> ReplicaHello | ReplicaDelta:
-        return self.mirror.messages[-1]
+    def hello(self) -> ReplicaHello:
+        """The last message."""
+        last = self.mirror.messages[-1]
+        assert isinstance(last, ReplicaHello)
+        return last
+
+    @property
+    def delta(self) -> ReplicaDelta:
+        """The last message."""
+        last = self.mirror.messages[-1]
+        assert isinstance(last, ReplicaDelta)
+        return last
 
 
 async def test_a_hello_and_then_only_what_changed() -> None:
     bench = Bench()
     first, second = bench.admit(1), bench.admit(2)
     await bench.tick()
-    hello = bench.last
-    assert isinstance(hello, ReplicaHello)
+    hello = bench.hello
     assert (hello.seq, hello.capacity, hello.node_id) == (1, 8, "node-1")
     assert bench.mirror.shows(bench.table.read())
 
     bench.update(second, 10, 1)
     assert await bench.tick() == INTERVAL_S
-    delta = bench.last
-    assert isinstance(delta, ReplicaDelta)
+    delta = bench.delta
     assert (delta.seq, delta.epoch, delta.slots.tolist()) == (2, 1, [second])
 
     bench.table.free(first)
     bench.reporter.finished(1)
     await bench.tick()
-    delta = bench.last
-    assert isinstance(delta, ReplicaDelta)
+    delta = bench.delta
     assert (delta.slots.tolist(), delta.rows["phase"].tolist()) == ([first], [0])
     assert delta.finished == (1,)
     assert bench.mirror.shows(bench.table.read())
@@ -103,23 +130,18 @@ async def test_held_chunks_are_told_whole_and_then_as_they_change() -> None:
     bench = Bench()
     bench.hold({3: 33, 5: 55})
     await bench.tick()
-    hello = bench.last
-    assert isinstance(hello, ReplicaHello)
+    hello = bench.hello
     assert (hello.held_slots.tolist(), hello.held["hash"].tolist()) == ([3, 5], [33, 55])
 
     bench.hold({5: 0, 7: 77})
     await bench.tick()
-    delta = bench.last
-    assert isinstance(delta, ReplicaDelta)
+    delta = bench.delta
     assert (delta.held_slots.tolist(), delta.held["hash"].tolist()) == ([5, 7], [0, 77])
     assert len(delta.slots) == 0
 
-    bench.now_s += HEARTBEAT_S
-    await bench.tick()
-    heartbeat = bench.last
-    assert isinstance(heartbeat, ReplicaDelta)
-    assert heartbeat.seq == delta.seq + 1
-    assert len(heartbeat.held_slots) == 0
+    await bench.heartbeat()
+    assert bench.delta.seq == delta.seq + 1
+    assert len(bench.delta.held_slots) == 0
     assert bench.mirror.shows(bench.table.read())
 
 
@@ -156,36 +178,28 @@ async def test_an_unanswered_report_is_followed_by_a_hello(loss: str) -> None:
     assert bench.reporter.lost == 1
     bench.mirror.lose = lambda: None
     await bench.tick()
-    assert isinstance(bench.last, ReplicaHello)
-    assert bench.mirror.shows(bench.table.read())
+    assert bench.hello and bench.mirror.shows(bench.table.read())
     await bench.tick()
     assert 9 in bench.mirror.finished
 
 
-async def test_a_restarted_controller_is_rebuilt_within_two_seconds() -> None:
+async def test_a_restarted_controller_is_told_all_within_two_seconds() -> None:
+    """Also what the one before has said: a drain of the operator, and a role."""
     bench = Bench()
     bench.admit(1)
-    await bench.tick()
-    bench.mirror.restart()
-    died_s = bench.now_s
-    while bench.mirror.seq is None:
-        await bench.tick()
-    assert bench.now_s - died_s < 2.0
-    assert bench.mirror.shows(bench.table.read())
-
-
-async def test_draining_is_said_and_survives_a_hello() -> None:
-    bench = Bench()
     await bench.tick()
     bench.reporter.drain()
     await bench.tick()
     assert bench.mirror.draining
-    bench.mirror.restart()
-    for _ in range(2):
-        bench.now_s += HEARTBEAT_S
-        await bench.tick()
-    assert isinstance(bench.last, ReplicaHello)
-    assert bench.last.draining
+    bench.mirror.closed, bench.mirror.role = True, "prefill"
+    for _ in range(3):
+        await bench.heartbeat()
+    assert bench.followed == ["prefill"], "once"
+    bench.mirror.closed, bench.mirror.role = False, None
+    hello = await bench.restarted()
+    assert hello.draining and hello.closed
+    assert (hello.role, hello.elastic) == ("prefill", True)
+    assert not (await bench.restarted()).closed, "the new one has said otherwise"
 
 
 async def test_finished_keys_are_bounded() -> None:
@@ -200,27 +214,25 @@ async def test_finished_keys_are_bounded() -> None:
 async def test_a_dead_engine_is_not_reported_as_alive() -> None:
     bench = Bench()
     await bench.tick()
-
-    def gone() -> EngineState:
-        raise RuntimeError("the engine is gone")
-
-    bench.reporter._read_state = gone
+    bench.dead = True
     for _ in range(3):
         await bench.tick()
     assert len(bench.mirror.messages) == 1
 
 
-def idle_reporter(table: StateTable, mirror: MirrorOfOne, config: ReplicaConfig) -> Reporter:
+def idle_reporter(table: StateTable, mirror: MirrorOfOne) -> Reporter:
     """Of a replica that has no request and steps as it should, by the real clock."""
-    membership = Membership("replica-1", "node-1", 8)
+    config, membership = (
+        ReplicaConfig(report_interval_s=0.001),
+        Membership("replica-1", "node-1", 8),
+    )
     return Reporter(table.read, INFO, mirror, config, membership, lambda: 0, lambda _: False)
 
 
 async def test_the_task_reports_changes_and_says_goodbye() -> None:
     table = StateTable.create(8)
     mirror = MirrorOfOne()
-    config = ReplicaConfig(report_interval_s=0.001)
-    reporter = idle_reporter(table, mirror, config)
+    reporter = idle_reporter(table, mirror)
     reporter.start()
     await until(lambda: reporter.registered)
     # It sleeps until the heartbeat now, far beyond this test; only a wake-up brings it back.
@@ -230,43 +242,6 @@ async def test_the_task_reports_changes_and_says_goodbye() -> None:
     await reporter.stop()
     await reporter.stop()
     assert mirror.left
-
-
-async def test_an_operators_drain_is_carried_to_a_controller_that_restarted() -> None:
-    bench = Bench()
-
-    async def told() -> bool:
-        """What the next hello, to a controller that has just started, says."""
-        bench.mirror.restart()
-        # The first report there is refused as out of step.
-        for _ in range(2):
-            bench.now_s += HEARTBEAT_S
-            await bench.reporter.tick()
-        hello = bench.mirror.messages[-1]
-        assert isinstance(hello, ReplicaHello)
-        return hello.closed
-
-    await bench.reporter.tick()
-    bench.mirror.closed = True
-    bench.now_s += HEARTBEAT_S
-    await bench.reporter.tick()
-    bench.mirror.closed = False
-    assert await told(), "although the new controller does not know"
-    assert not await told(), "the new one has said otherwise"
-
-
-async def test_a_role_is_followed_once_and_carried_to_a_controller_that_restarted() -> None:
-    bench = Bench()
-    await bench.tick()
-    bench.mirror.role = "prefill"
-    for _ in range(3):
-        await bench.tick()
-    assert bench.followed == ["prefill"]
-    bench.mirror.restart()
-    for _ in range(2):
-        await bench.tick()
-    hello = next(each for each in reversed(bench.mirror.messages) if isinstance(each, ReplicaHello))
-    assert (hello.role, hello.elastic) == ("prefill", True)
 
 
 async def test_a_refused_message_does_not_end_the_reports() -> None:
@@ -279,10 +254,7 @@ async def test_a_refused_message_does_not_end_the_reports() -> None:
                 raise ValueError("no")
             return await super().hello(hello)
 
-    table = StateTable.create(8)
-    mirror = Refusing()
-    config = ReplicaConfig(report_interval_s=0.001)
-    reporter = idle_reporter(table, mirror, config)
+    reporter = idle_reporter(StateTable.create(8), Refusing())
     reporter.start()
     await until(lambda: reporter.registered)
     await reporter.stop()
@@ -333,8 +305,7 @@ async def play(script: list[tuple[str, int, str | None]]) -> None:
         await bench.tick()
     loss = None
     for _ in range(5):
-        bench.now_s += HEARTBEAT_S
-        await bench.tick()
+        await bench.heartbeat()
     assert bench.mirror.shows(bench.table.read())
     assert set(bench.mirror.finished) == finished
     numbers = [message.seq for message in bench.mirror.messages]

@@ -44,6 +44,7 @@ async def running(
     mirror: MirrorOfOne | None = None,
     engine_type: type[SimulatedEngine] = SimulatedEngine,
     step_s: float = 0.0,
+    tracer: Tracer | None = None,
     **config: Any,
 ) -> AsyncIterator[Replica]:
     truth = SimulatedEngineConfig(step_s=step_s, token_s=0, context_token_s=0, kv_blocks=64)
@@ -53,7 +54,8 @@ async def running(
         "replica-1",
         replica_config.max_live_requests,
     )
-    replica = Replica("replica-1", "node-1", engine, replica_config, mirror or MirrorOfOne())
+    target = mirror or MirrorOfOne()
+    replica = Replica("replica-1", "node-1", engine, replica_config, target, tracer)
     await replica.start()
     try:
         yield replica
@@ -195,9 +197,7 @@ async def test_a_consumer_that_goes_at_once_leaves_nothing_behind() -> None:
 async def test_requests_over_the_limit_get_503() -> None:
     mirror = MirrorOfOne()
     async with running(mirror, step_s=3600.0, max_live_requests=2) as replica:
-        tasks = [
-            asyncio.create_task(batches_of(replica, completion(str(index)))) for index in range(2)
-        ]
+        tasks = [asyncio.create_task(batches_of(replica, completion(name))) for name in "01"]
         await until(lambda: replica.live_requests == 2)
         (batch,) = await batches_of(replica, completion("third"))
         head, chunk, tail = batch
@@ -213,7 +213,7 @@ async def test_requests_over_the_limit_get_503() -> None:
         tasks[1].cancel()
 
 
-async def test_best_effort_of_one_tenant_does_not_take_all_places() -> None:
+async def test_best_effort_of_one_tenant_does_not_take_all_slots() -> None:
     async with running(step_s=3600.0, max_live_requests=10) as replica:
 
         async def send(name: str, tenant: int, best_effort: bool = True) -> bool:
@@ -232,7 +232,9 @@ async def test_best_effort_of_one_tenant_does_not_take_all_places() -> None:
         for task in tasks:
             task.cancel()
         await until(lambda: replica.live_requests == 0)
-        assert not replica._of_tenant
+        assert [await send(f"again{index}", 1) for index in range(8)] == [True] * 8
+        for task in tasks:
+            task.cancel()
 
 
 async def test_an_engine_s_death_reaches_the_consumer_after_its_items() -> None:
@@ -286,10 +288,10 @@ async def test_the_mirror_follows_live_traffic_to_the_end() -> None:
     assert json.loads(json.dumps(snapshot))["summary"]["free_kv_blocks"] == 64
 
 
-async def test_an_engine_that_stands_still_is_told_of_and_its_requests_go_on_with_it() -> None:
+async def test_a_stalled_engine_is_reported_until_it_recovers_though_its_requests_leave() -> None:
     mirror = MirrorOfOne()
 
-    def told() -> bool:
+    def reported() -> bool:
         return bool(mirror.messages) and mirror.messages[-1].hung
 
     async with running(mirror, step_s=0.001, hung_after_s=0.1) as replica:
@@ -297,31 +299,24 @@ async def test_an_engine_that_stands_still_is_told_of_and_its_requests_go_on_wit
         assert isinstance(engine, SimulatedEngine)
         assert tokens_of(await batches_of(replica, completion("first", max_tokens=10))) == 10
         engine.stall()
-        task = asyncio.create_task(
-            batches_of(replica, completion("stuck", max_tokens=10, stream=True))
-        )
-        await until(told)
+        request = completion("stuck", max_tokens=10, stream=True)
+        task = asyncio.create_task(batches_of(replica, request))
+        await until(reported)
         assert replica.progress(["stuck", "other"]) == Progress("replica-1", True, ("other",))
         assert replica.snapshot()["hung"]
         await replica.check_health()
         engine.recover()
         assert tokens_of(await task) == 10
-        await until(lambda: not told())
+        await until(lambda: not reported())
         assert not replica.progress([]).hung
 
-
-async def test_a_hung_engine_that_all_have_left_is_well_again_when_it_moves() -> None:
-    async with running(step_s=0.001, hung_after_s=0.1) as replica:
-        engine = replica.engine
-        assert isinstance(engine, SimulatedEngine)
-        await batches_of(replica, completion("first", max_tokens=10))
         engine.stall()
-        stream = replica.generate(completion("stuck", stream=True))
+        stream = replica.generate(completion("left", stream=True))
         await anext(stream)
         await until(lambda: replica.progress([]).hung)
         await stream.aclose()
         await until(lambda: replica.live_requests == 0)
-        assert replica.progress(["stuck"]) == Progress("replica-1", True, ("stuck",))
+        assert replica.progress(["left"]) == Progress("replica-1", True, ("left",))
         engine.recover()
         await until(lambda: not replica.progress([]).hung)
 
@@ -332,22 +327,11 @@ PARTS = ("queue", "prefill", "decode")
 
 
 @asynccontextmanager
-async def tracing(tracer: Tracer, max_live: int = 8) -> AsyncIterator[Replica]:
-    truth = SimulatedEngineConfig(step_s=0.002, token_s=0, context_token_s=0, kv_blocks=64)
-    engine = SimulatedEngine(
-        EngineConfig(kind="simulated", policy="fcfs", simulated=truth), "replica-1", max_live
-    )
-    config = ReplicaConfig(max_live_requests=max_live)
-    replica = Replica("replica-1", "node-1", engine, config, MirrorOfOne(), tracer)
-    await replica.start()
-    try:
-        yield replica
-    finally:
-        await replica.stop()
-
-
-def tracer_to(exporter: InMemorySpanExporter) -> Tracer:
-    return Tracer(TracingConfig(), "replica-1", exporter)
+async def tracing() -> AsyncIterator[tuple[Replica, InMemorySpanExporter]]:
+    exporter = InMemorySpanExporter()
+    tracer = Tracer(TracingConfig(), "replica-1", exporter)
+    async with running(step_s=0.002, tracer=tracer) as replica:
+        yield replica, exporter
 
 
 def traced_completion(trace: dict[str, str], **body: object) -> EngineRequest:
@@ -363,10 +347,8 @@ def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 
 
 async def test_of_a_prompt_for_another_replica_there_is_no_decode() -> None:
-    exporter = InMemorySpanExporter()
-    async with tracing(tracer_to(exporter)) as replica:
-        async for _ in replica.generate(replace(traced_completion(CONTEXT), prefill_only=True)):
-            pass
+    async with tracing() as (replica, exporter):
+        await batches_of(replica, replace(traced_completion(CONTEXT), prefill_only=True))
     spans = named(exporter)
     assert set(spans) == {"generate", "queue", "prefill"}
     assert spans["prefill"].end_time <= spans["generate"].end_time
@@ -374,20 +356,16 @@ async def test_of_a_prompt_for_another_replica_there_is_no_decode() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_queue_prefill_and_decode_follow_one_another_inside_the_call(stream: bool) -> None:
-    exporter = InMemorySpanExporter()
-    async with tracing(tracer_to(exporter)) as replica:
-        async for _ in replica.generate(traced_completion(CONTEXT, stream=stream)):
-            pass
+    async with tracing() as (replica, exporter):
+        await batches_of(replica, traced_completion(CONTEXT, stream=stream))
     spans = named(exporter)
     assert set(spans) == {"generate", *PARTS}
     call = spans["generate"]
     assert f"{call.context.trace_id:032x}" == TRACE
     assert call.parent is not None and f"{call.parent.span_id:016x}" == "b7ad6b7169203331"
     attributes = dict(call.attributes or {})
-    assert (
-        attributes["gen_ai.usage.output_tokens"] == 4
-        and attributes["sluice.class"] == "interactive"
-    )
+    assert attributes["gen_ai.usage.output_tokens"] == 4
+    assert attributes["sluice.class"] == "interactive"
     at = call.start_time
     for name in PARTS:
         part = spans[name]
@@ -400,8 +378,7 @@ async def test_queue_prefill_and_decode_follow_one_another_inside_the_call(strea
 
 
 async def test_a_call_that_is_left_or_refused_ends_its_span() -> None:
-    exporter = InMemorySpanExporter()
-    async with tracing(tracer_to(exporter)) as replica:
+    async with tracing() as (replica, exporter):
         answer = replica.generate(traced_completion(CONTEXT, stream=True, max_tokens=500))
         await anext(answer)
         await answer.aclose()
@@ -409,16 +386,13 @@ async def test_a_call_that_is_left_or_refused_ends_its_span() -> None:
         left = named(exporter)["generate"]
         assert (left.attributes or {})["sluice.ended_early"] is True
         exporter.clear()
-        async for _ in replica.generate(traced_completion(CONTEXT, max_tokens=-1)):
-            pass
+        await batches_of(replica, traced_completion(CONTEXT, max_tokens=-1))
     refused = named(exporter)
     assert set(refused) == {"generate"}
     assert refused["generate"].status.status_code is StatusCode.UNSET
 
 
 async def test_a_call_without_a_context_has_no_span() -> None:
-    exporter = InMemorySpanExporter()
-    async with tracing(tracer_to(exporter)) as replica:
-        async for _ in replica.generate(traced_completion({})):
-            pass
+    async with tracing() as (replica, exporter):
+        await batches_of(replica, traced_completion({}))
     assert not exporter.get_finished_spans()

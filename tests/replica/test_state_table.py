@@ -73,8 +73,9 @@ def test_readers_see_only_whole_steps_of_a_writer_in_another_process(tmp_path, m
 
 
 def test_rows_follow_a_request_through_its_life():
-    table = StateTable.create(4)
+    table = StateTable.create(4, clock=lambda: 42.5)
     slot = table.allocate(77, SLO(ttft_s=0.5, priority=3), 12.0, 100)
+    assert table.read().now_s == 42.5
     row = table.read().rows[0]
     assert (row["key"], row["phase"], row["pending_tokens"]) == (77, WAITING, 100)
     assert (row["ttft_s"], row["tpot_s"], row["priority"]) == (0.5, np.inf, 3)
@@ -118,10 +119,6 @@ def test_a_writer_that_died_in_a_write_is_noticed():
         table.read()
 
 
-def test_the_time_of_a_copy_is_of_the_tables_clock():
-    assert StateTable.create(2, clock=lambda: 42.5).read().now_s == 42.5
-
-
 def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
     frontend = StateTable.create(2, tmp_path / "state")
     scheduler = StateTable.open(tmp_path / "state")
@@ -157,18 +154,12 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, content):
         StateTable.open(path)
 
 
-def test_a_fence_of_this_machine_can_be_passed() -> None:
+def test_a_fence_can_be_passed_or_its_absence_is_said() -> None:
     reader_fence()()
     membarrier(platform.machine())()
-
-
-def test_a_machine_without_a_fence_is_refused() -> None:
     with pytest.raises(RuntimeError, match="on sparc64 needs Linux 4"):
         reader_fence("sparc64")
-
-
-def test_a_kernel_that_refuses_says_why() -> None:
     # A number that is another machine's is no call here, or one that refuses these arguments.
     other = "aarch64" if platform.machine() == "x86_64" else "x86_64"
     with pytest.raises(RuntimeError, match="cannot be used: "):
-        reader_fence(other) if other == "aarch64" else membarrier(other)
+        membarrier(other)

@@ -68,9 +68,9 @@ def test_empty_steps_between_change_nothing() -> None:
 
 
 def launched(batches: Batches, off: float = 0.0) -> tuple[list[float], list[float]]:
-    """What is measured of batches by a loop that launches each before it waits for the end of the
-    one before it, and what is true. Of each batch the seconds of its launch, on the loop's
-    processor, and those that the device takes. It is predicted as ``off`` times what is true."""
+    """What is measured, and what is true, of batches (seconds of launch and device) by a loop that
+    launches each before it waits for the one before. Each is predicted as ``off`` times the truth.
+    """
     times = StepTimes(launches=True)
     now_s = cpu_s = free_s = 0.0
     found, true = list[float](), list[float]()

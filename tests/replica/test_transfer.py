@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -51,38 +51,54 @@ def layers(blocks: int, seed: int = 0) -> list[bytes]:
     return [bytes((seed + i) % 251 for i in range(blocks * size)) for size in SIZES]
 
 
-def keep(store: KeptPrompts, blocks: int, seed: int = 0) -> Handle:
-    handle = Handle.new()
-    assert store.keep(handle, [memoryview(layer) for layer in layers(blocks, seed)], blocks)
-    return handle
-
-
-@contextmanager
-def serving(timeout_s: float = LONG_S, max_bytes: int = 1 << 20) -> Iterator[TransferServer]:
-    server = TransferServer(KeptPrompts(max_bytes, LONG_S), LAYOUT, "127.0.0.1", timeout_s)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def source(server: TransferServer, handle: Handle, layout: bytes = LAYOUT) -> Source:
-    return Source("127.0.0.1", server.port, layout, handle)
-
-
 def soon() -> float:
     return time.monotonic() + 120
 
 
-def ask(server: TransferServer, data: bytes) -> bytes:
-    """What the server says to raw bytes until it hangs up."""
-    with socket.create_connection(("127.0.0.1", server.port), 30) as peer:
-        peer.sendall(data)
-        peer.shutdown(socket.SHUT_WR)
-        answer = b""
-        while piece := peer.recv(4096):
-            answer += piece
-        return answer
+class Side(NamedTuple):
+    """A server, and what it keeps."""
+
+    server: TransferServer
+    store: KeptPrompts
+
+    def keep(self, blocks: int) -> Handle:
+        handle = Handle.new()
+        assert self.store.keep(handle, [memoryview(layer) for layer in layers(blocks)], blocks)
+        return handle
+
+    def fetch(
+        self,
+        handle: Handle,
+        first: int,
+        count: int,
+        sizes: list[int] = SIZES,
+        layout: bytes = LAYOUT,
+    ) -> list[bytearray]:
+        where = Source("127.0.0.1", self.server.port, layout, handle)
+        return fetch(where, first, count, sizes, soon())
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.port), 30)
+
+    def ask(self, data: bytes) -> bytes:
+        """What the server says to raw bytes until it hangs up."""
+        with self.connect() as peer:
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            answer = b""
+            while piece := peer.recv(4096):
+                answer += piece
+            return answer
+
+
+@contextmanager
+def serving(timeout_s: float = LONG_S, max_bytes: int = 1 << 20) -> Iterator[Side]:
+    store = KeptPrompts(max_bytes, LONG_S)
+    server = TransferServer(store, LAYOUT, "127.0.0.1", timeout_s)
+    try:
+        yield Side(server, store)
+    finally:
+        server.close()
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -90,118 +106,109 @@ def ask(server: TransferServer, data: bytes) -> bytes:
 def test_whoever_has_the_handle_gets_the_blocks_asked_for_once(blocks: int, data: Any) -> None:
     first = data.draw(st.integers(0, blocks))
     count = data.draw(st.integers(0, blocks - first))
-    with serving() as server:
-        where = source(server, keep(server._store, blocks))
-        got = fetch(where, first, count, SIZES, soon())
+    with serving() as side:
+        handle = side.keep(blocks)
+        got = side.fetch(handle, first, count)
         for layer, size, whole in zip(got, SIZES, layers(blocks), strict=True):
             assert bytes(layer) == whole[first * size : (first + count) * size]
         with pytest.raises(TransferError, match="no such KV"):
-            fetch(where, first, count, SIZES, soon())
+            side.fetch(handle, first, count)
 
 
-@pytest.mark.parametrize("part", ["name", "secret"])
-def test_a_wrong_handle_gets_nothing_and_takes_nothing(part: str) -> None:
-    with serving() as server:
-        handle = keep(server._store, 3)
-        wrong = handle._replace(**{part: bytes(len(getattr(handle, part)))})
-        with pytest.raises(TransferError, match="no such KV"):
-            fetch(source(server, wrong), 0, 3, SIZES, soon())
-        assert len(fetch(source(server, handle), 0, 3, SIZES, soon())) == 2
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"name": bytes(8)}, "no such KV"),
+        ({"secret": bytes(16)}, "no such KV"),
+        ({"layout": b"an other layout!"}, "another model"),
+    ],
+)
+def test_a_wrong_handle_or_layout_gets_nothing_and_takes_nothing(
+    change: dict[str, bytes], reason: str
+) -> None:
+    with serving() as side:
+        handle = side.keep(3)
+        layout = change.pop("layout", LAYOUT)
+        with pytest.raises(TransferError, match=reason):
+            side.fetch(handle._replace(**change), 0, 3, layout=layout)
+        assert len(side.fetch(handle, 0, 3)) == 2
 
 
-def test_another_layout_gets_nothing_and_takes_nothing() -> None:
-    with serving() as server:
-        handle = keep(server._store, 3)
-        with pytest.raises(TransferError, match="another model"):
-            fetch(source(server, handle, b"an other layout!"), 0, 3, SIZES, soon())
-        assert len(fetch(source(server, handle), 0, 3, SIZES, soon())) == 2
-
-
-def test_blocks_that_are_not_there_are_refused() -> None:
-    with serving() as server, pytest.raises(TransferError, match="malformed"):
-        fetch(source(server, keep(server._store, 3)), 2, 2, SIZES, soon())
-
-
-def test_memory_is_taken_only_for_what_was_asked() -> None:
-    """The one who asks expects blocks of other sizes: nothing is read."""
-    with serving() as server, pytest.raises(TransferError, match="48 bytes are offered where 51"):
-        fetch(source(server, keep(server._store, 3)), 0, 3, [7, 10], soon())
+def test_what_is_not_there_is_refused_and_no_memory_is_taken_for_it() -> None:
+    with serving() as side:
+        with pytest.raises(TransferError, match="malformed"):
+            side.fetch(side.keep(3), 2, 2)
+        # Blocks of other sizes are expected: nothing is read.
+        with pytest.raises(TransferError, match="48 bytes are offered where 51"):
+            side.fetch(side.keep(3), 0, 3, [7, 10])
 
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.binary(max_size=2 * QUESTION.size))
 def test_garbage_is_answered_with_an_error_or_not_at_all(data: bytes) -> None:
-    with serving() as server:
-        handle = keep(server._store, 1)
-        answer = ask(server, data)
+    with serving() as side:
+        handle, answer = side.keep(1), side.ask(data)
         if len(data) < QUESTION.size:
             assert answer == b""
         else:
             magic, status, nbytes = ANSWER.unpack(answer)
             assert (magic, nbytes) == (MAGIC, 0)
             assert status != OK
-        # It still serves.
-        assert len(fetch(source(server, handle), 0, 1, SIZES, soon())) == 2
+        assert len(side.fetch(handle, 0, 1)) == 2, "it still serves"
 
 
-def test_an_older_protocol_is_refused() -> None:
-    with serving() as server:
-        question = QUESTION.pack(MAGIC, PROTOCOL + 1, LAYOUT, bytes(HANDLE_BYTES), 0, 1)
-        assert ANSWER.unpack(ask(server, question)) == (MAGIC, MALFORMED, 0)
-        question = QUESTION.pack(MAGIC, PROTOCOL, LAYOUT, bytes(HANDLE_BYTES), 0, 1)
-        assert ANSWER.unpack(ask(server, question)) == (MAGIC, UNKNOWN, 0)
+def test_another_protocol_is_refused() -> None:
+    with serving() as side:
+        for protocol, status in ((PROTOCOL + 1, MALFORMED), (PROTOCOL, UNKNOWN)):
+            question = QUESTION.pack(MAGIC, protocol, LAYOUT, bytes(HANDLE_BYTES), 0, 1)
+            assert ANSWER.unpack(side.ask(question)) == (MAGIC, status, 0)
 
 
-def test_a_peer_that_says_nothing_holds_nobody_up_and_is_left() -> None:
-    with serving(timeout_s=0.05) as server:
-        handle = keep(server._store, 1)
-        with socket.create_connection(("127.0.0.1", server.port), 30) as silent:
-            assert len(fetch(source(server, handle), 0, 1, SIZES, soon())) == 2
+def test_a_peer_that_says_nothing_delays_no_other_and_is_left() -> None:
+    with serving(timeout_s=0.05) as side:
+        handle = side.keep(1)
+        with side.connect() as silent:
+            assert len(side.fetch(handle, 0, 1)) == 2
             assert silent.recv(1) == b""
 
 
 def test_a_peer_that_reads_nothing_is_left_and_its_memory_freed() -> None:
-    size = 32 << 20
-    store = KeptPrompts(64 << 20, LONG_S)
-    server = TransferServer(store, LAYOUT, "127.0.0.1", 0.2)
-    try:
+    with serving(timeout_s=0.2, max_bytes=64 << 20) as side:
         handle = Handle.new()
-        assert store.keep(handle, [memoryview(bytes(size))], 1)
-        with socket.create_connection(("127.0.0.1", server.port), 30) as stuck:
+        assert side.store.keep(handle, [memoryview(bytes(32 << 20))], 1)
+        with side.connect() as stuck:
             stuck.sendall(QUESTION.pack(MAGIC, PROTOCOL, LAYOUT, bytes(handle), 0, 1))
             with pytest.raises(OSError):
                 while stuck.send(b"x"):
                     pass
         deadline_s = soon()
-        while store.nbytes and time.monotonic() < deadline_s:
+        while side.store.nbytes and time.monotonic() < deadline_s:
             threading.Event().wait(0.01)
-        assert store.nbytes == 0
-    finally:
-        server.close()
+        assert side.store.nbytes == 0
 
 
-class Impostor:
-    """Answers one question with bytes of a test's choice."""
+@contextmanager
+def impostor(answer: bytes, hang: bool = False) -> Iterator[Source]:
+    """A peer that answers one question with bytes of a test's choice."""
+    done = threading.Event()
 
-    def __init__(self, answer: bytes, hang: bool = False) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(answer, hang), daemon=True)
-        self._thread.start()
-
-    def _serve(self, answer: bytes, hang: bool) -> None:
-        peer, _ = self._listener.accept()
+    def serve() -> None:
+        peer, _ = listener.accept()
         with peer:
             peer.recv(QUESTION.size, socket.MSG_WAITALL)
             peer.sendall(answer)
             if hang:
-                self._done.wait()
+                done.wait()
 
-    def close(self) -> None:
-        self._done.set()
-        self._thread.join()
-        self._listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield Source("127.0.0.1", listener.getsockname()[1], LAYOUT, Handle.new())
+        done.set()
+        thread.join()
+
+
+PART = ANSWER.pack(MAGIC, OK, 48) + bytes(20)
 
 
 @pytest.mark.parametrize(
@@ -211,30 +218,19 @@ class Impostor:
         (b"HTTP/1.1 400 Bad Request\r\n", "no engine of this kind"),
         (ANSWER.pack(MAGIC, OK, 1 << 60), "bytes are offered"),
         (ANSWER.pack(MAGIC, 77, 0), "unknown status 77"),
-        (ANSWER.pack(MAGIC, OK, 48) + bytes(20), "ended after 2 of 30"),
+        (PART, "ended after 2 of 30"),
     ],
 )
 def test_a_peer_that_answers_wrongly_is_an_error(answer: bytes, reason: str) -> None:
-    peer = Impostor(answer)
-    where = Source("127.0.0.1", peer.port, LAYOUT, Handle.new())
-    with pytest.raises(TransferError, match=reason):
+    with impostor(answer) as where, pytest.raises(TransferError, match=reason):
         fetch(where, 0, 3, SIZES, soon())
-    peer.close()
 
 
-def test_a_peer_that_stops_in_the_middle_is_an_error_in_time() -> None:
-    peer = Impostor(ANSWER.pack(MAGIC, OK, 48) + bytes(20), hang=True)
-    where = Source("127.0.0.1", peer.port, LAYOUT, Handle.new())
-    with pytest.raises(TransferError, match="timed out"):
+def test_a_peer_that_stops_in_the_middle_or_is_not_there_is_an_error_in_time() -> None:
+    with impostor(PART, hang=True) as where, pytest.raises(TransferError, match="timed out"):
         fetch(where, 0, 3, SIZES, time.monotonic() + 0.1)
-    peer.close()
-
-
-def test_nobody_there_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     with pytest.raises(TransferError, match="refused"):
-        fetch(Source("127.0.0.1", port, LAYOUT, Handle.new()), 0, 1, SIZES, soon())
+        fetch(where, 0, 1, SIZES, soon())
 
 
 # What is kept.
@@ -283,15 +279,9 @@ def test_memory_is_bounded_and_the_oldest_goes_first(steps: list[tuple[str, int]
     # Of those that are left, none is older than one that went.
     there = [store.take(handle) is not None for handle, _ in handles]
     assert there == sorted(there)
-
-
-def test_what_is_kept_for_too_long_is_freed_unasked() -> None:
-    now = [0.0]
-    store = KeptPrompts(100, 10.0, lambda: now[0])
-    store.keep(Handle.new(), [memoryview(bytes(50))], 1)
-    now[0] = 10.0
+    now[0] += 10.0
     store.drop_expired()
-    assert (len(store), store.nbytes) == (0, 0)
+    assert len(store) == 0
 
 
 def test_memory_on_the_way_is_bounded() -> None:
@@ -343,23 +333,21 @@ def test_a_secret_is_not_shown() -> None:
 
 
 def test_prompts_differ_by_tokens_adapter_and_salt() -> None:
-    def request(**own: Any) -> SimpleNamespace:
+    def digest(**own: Any) -> bytes | None:
         plain = {"prompt_token_ids": [1, 2, 3], "lora_request": None, "cache_salt": None}
-        return SimpleNamespace(**(plain | own))
+        return prompt_digest(SimpleNamespace(**(plain | own)))
 
-    lora = SimpleNamespace(lora_name="adapter")
-    asked = [
-        request(),
-        request(prompt_token_ids=[1, 2, 4]),
-        request(prompt_token_ids=[1, 2]),
-        request(lora_request=lora),
-        request(cache_salt="adapter"),
+    digests = [
+        digest(),
+        digest(prompt_token_ids=[1, 2, 4]),
+        digest(prompt_token_ids=[1, 2]),
+        digest(lora_request=SimpleNamespace(lora_name="adapter")),
+        digest(cache_salt="adapter"),
     ]
-    assert len({prompt_digest(each) for each in asked}) == len(asked)
-    assert prompt_digest(request()) == prompt_digest(request())
-    assert prompt_digest(request(mm_features=["an image"])) is None
-    assert prompt_digest(request(prompt_embeds=object())) is None
-    assert prompt_digest(request(prompt_token_ids=None)) is None
+    assert len({*digests, digest()}) == len(digests)
+    # What else its KV depends on is not compared, so it is not transferred.
+    for own in ({"mm_features": ["image"]}, {"prompt_embeds": 1}, {"prompt_token_ids": None}):
+        assert digest(**own) is None
 
 
 def test_an_empty_prompt_is_the_engines_to_refuse() -> None:

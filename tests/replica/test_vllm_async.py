@@ -1,8 +1,7 @@
-"""Plans with several batches in flight: under asynchronous scheduling, where a batch is scheduled
-before the one before it is through, and in a pipeline. CPUs do not offer the first, so real vLLM
-schedulers are driven here with two or three batches in flight and a model that knows which token
-belongs at each position of each request: a scheduler that loses, repeats or reorders work gets
-other tokens, or trips over vLLM's own assertions."""
+"""Plans with several batches in flight, under asynchronous scheduling and in a pipeline. CPUs do
+not offer the first, so real vLLM schedulers are driven here with a model that knows which token
+belongs at each position: one that loses, repeats or reorders work gets other tokens, or trips over
+vLLM's own assertions."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.objective import SLO
 
-from .in_process import OBJECTIVES
+from .in_process import OBJECTIVES, RandomDeferral
 from .known_model import KnownModel
 
 pytestmark = pytest.mark.vllm
@@ -140,8 +139,7 @@ def request_of(
 
 
 def drive(scheduler, in_flight, arriving, abort=(), model=None):
-    """Run until all is done, as the engine's loop does, and end the scheduler as it does; a new
-    request every second step."""
+    """Run until all is done, as the engine's loop does; a new request every second step."""
     try:
         return loop(scheduler, in_flight, arriving, abort, model or KnownModel(token_at))
     finally:
@@ -187,8 +185,7 @@ def no_full_collection(monkeypatch):
 
 
 def check_whole(received, arriving, table):
-    """Every request has had all of its tokens, once and in order, and nothing is left. Returns the
-    summary of the state table."""
+    """Every request has had all of its tokens, once and in order. Returns the table's summary."""
     for request in arriving:
         assert received[request.request_id] == expected_of(request)
     state = table.read()
@@ -292,8 +289,7 @@ def test_a_batch_beside_a_decode_in_a_pipeline_keeps_its_tpot(
 def test_evicted_requests_go_on_with_the_next_token(
     model, tmp_path, policy, in_flight, stages, second_runner
 ):
-    """Best-effort requests hold the KV when promised ones come: those evict them, also while a
-    batch with a token of theirs is in flight."""
+    """Also those that promised ones evict while a batch with a token of theirs is in flight."""
     scheduler, table = make(model, tmp_path, policy, 40, in_flight, stages)
     arriving = requests(50, [CALM], time.monotonic(), best_effort=25)
     received = drive(scheduler, in_flight, arriving)
@@ -360,13 +356,16 @@ def skip_where_tokens_are_lost(in_flight):
 
 @pytest.mark.parametrize("blocks", [1000, 40], ids=["roomy", "low-kv"])
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs"])
-def test_kv_of_other_engines_is_read_when_it_is_there(model, tmp_path, policy, in_flight, blocks):
+@pytest.mark.parametrize("policy", ["deadline_triage", "fcfs", RandomDeferral.name])
+def test_kv_of_other_engines_is_read_when_it_is_there(
+    model, tmp_path, monkeypatch, policy, in_flight, blocks
+):
     from vllm.config import KVTransferConfig
 
     from sluice.replica.vllm.kv_connector import WorkerAddress
 
     skip_where_tokens_are_lost(in_flight)
+    monkeypatch.setitem(POLICIES.own, RandomDeferral.name, RandomDeferral)
     transfer = KVTransferConfig(**transfer_argument(TransferConfig(connector="tcp")))
     scheduler, table = make(model, tmp_path, policy, blocks, in_flight, kv_transfer_config=transfer)
     assert scheduler.defer_block_free == (in_flight > 1)

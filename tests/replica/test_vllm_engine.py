@@ -16,13 +16,10 @@ import pytest
 from sluice.protocol.requests import (
     EVENT_STREAM,
     EngineDeadError,
-    ResponseChunk,
-    ResponseHead,
     ResponseTail,
     Resume,
     request_key,
 )
-from sluice.replica.engine import MAX_CHUNK_BYTES
 from sluice.replica.profiling import profile_key
 from sluice.replica.server import FIRST_STEPS, Watchdog
 from sluice.replica.vllm.engine import VllmEngine
@@ -353,14 +350,6 @@ async def test_cancelling_frees_the_engine(engine, stream):
     await until(lambda: engine.state().summary["running"] == 0, 120)
 
 
-async def test_closing_a_stream_frees_the_engine(engine):
-    response = engine.generate(request("closed", "completions", stream=True, max_tokens=1800))
-    assert isinstance(await anext(response), ResponseHead)
-    assert isinstance(await anext(response), ResponseChunk)
-    await response.aclose()
-    await stopped(engine)
-
-
 async def test_abort_ends_a_response_without_a_tail(engine):
     response = engine.generate(request("ab", "chat", max_tokens=1800, stream=True))
     received = [await anext(response) for _ in range(4)]
@@ -408,19 +397,6 @@ async def test_mistakes_get_openai_errors(engine, endpoint, body, status, named)
     assert named in error["message"]
     assert tail == ResponseTail(0, 0)
     assert not len(engine.state().rows)
-
-
-async def test_many_at_once_all_finish(engine):
-    requests = [
-        request(f"load-{i}", "completions", prompt=PROMPT + f" {i} the" * 20 * i, stream=i % 2 == 0)
-        for i in range(24)
-    ]
-    responses = await asyncio.gather(*(items_of(engine, asked) for asked in requests))
-    for response in responses:
-        _, chunks, tail = split(response)
-        assert sum(chunk.tokens for chunk in chunks) == tail.output_tokens == 12
-    batches = [[name for name, _, _ in batch["ran"]] for batch in batches_of(engine)]
-    assert max(sum(name.startswith("load-") for name in batch) for batch in batches) >= 8
 
 
 async def test_a_corrupt_explicit_profile_is_an_error(config, tmp_path):
@@ -488,13 +464,3 @@ async def test_log_probabilities_of_prompts_are_bounded(engine, monkeypatch, bod
     several = request("several", "completions", prompt=[[7] * fits, [7, 7]], **fixed)
     head, *_ = await answer(engine, several)
     assert head.status == 400
-
-
-async def test_a_long_answer_comes_in_chunks(engine):
-    text = PROMPT * 60_000
-    head, chunks, _ = await answer(engine, request("long", "tokenize", prompt=text))
-    assert head.status == 200
-    assert len(chunks) > 1
-    assert max(len(chunk.data) for chunk in chunks) == MAX_CHUNK_BYTES
-    found = json.loads(data_of(chunks))
-    assert found["count"] == len(found["tokens"]) > len(text) / 8

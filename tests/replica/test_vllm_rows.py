@@ -46,7 +46,7 @@ class Engine:
         self.local = LocalScheduler(make_policy("fcfs"), self.table)
         hits = SimpleNamespace(begin_pass=lambda: 8, of=lambda _: self.hit)
         incoming = SimpleNamespace(awaits=lambda *_: False, arrived=lambda _: False)
-        self.external = ExternalKv(None, asks=False)
+        self.external = ExternalKv(None, needed=False)
         self.rows = RequestRows(self, self.local, hits, incoming, self.external, None)
         self.left: dict[str, tuple[float | None, float | None]] = {}
         self.now_s = 0.0

@@ -88,16 +88,6 @@ def test_an_empty_plan_falls_back_to_stock_and_is_counted(run, stock, monkeypatc
     assert since["plan_mismatches"] == since["steps"] > 0
 
 
-def test_a_prefix_in_the_cache_is_not_computed_again(run):
-    engine, since = run("slidebatching")
-    requests = [(list(range(300, 700)), 4, SLO())]
-    first = engine.generate(requests)
-    assert engine.generate(requests) == first
-    computed = [sum(tokens for _, tokens, _ in batch["ran"]) for batch in since.batches()]
-    assert computed[0] == 400
-    assert sum(computed[1:]) < 100
-
-
 def last_prefill_batches(batches, lengths):
     """For each request, the number of the batch that ends its prefill."""
     done = {}
@@ -164,13 +154,3 @@ def test_greedy_output_equals_stock_under_random_deferral(run, stock, monkeypatc
             expected.add((str(number), len(prompt) + emitted, STAGES[stage].times_s))
     assert seen == expected
     assert {times_s for _, _, times_s in seen} == {stage.times_s for stage in STAGES}
-
-
-def test_every_planned_token_is_run_and_no_other(run):
-    engine, since = run("sarathi", **LOW_KV)
-    engine.generate(mixed_requests(24))
-    for batch in since.batches():
-        ran = {name: tokens for name, tokens, _ in batch["ran"]}
-        assert dict(map(tuple, batch["plan"])) == ran
-        assert sum(ran.values()) <= 64
-    assert since["plan_mismatches"] == 0

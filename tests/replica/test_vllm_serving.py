@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -18,9 +17,10 @@ from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import SPEECH, Endpoint, RequestBody
 from sluice.replica.engine import ConfigurationError
 from sluice.replica.vllm import serving
-from sluice.replica.vllm.engine import _validated
+from sluice.replica.vllm.contract import located
+from sluice.replica.vllm.engine import validated
 from sluice.replica.vllm.serving import (
-    _PLACES,
+    PLACES,
     Serving,
     event_bytes,
     servings,
@@ -214,8 +214,7 @@ WRONG: tuple[Any, ...] = ("wrong", {"wrong": {}}, [{"wrong": {}}], -1.5)
 
 
 def request_type(endpoint: Endpoint) -> Any:
-    _, _, module, name = _PLACES[endpoint]
-    return getattr(import_module(module), name)
+    return located(PLACES[endpoint][1:])
 
 
 def layer_of(endpoint: Endpoint) -> Serving:
@@ -251,7 +250,7 @@ def test_a_null_is_the_default(endpoint: Endpoint) -> None:
     def parsed(body: dict[str, Any]) -> Any:
         arrival = Arrival("r", 0.0)
         call = reader.make(RequestBody.of(body), (), endpoint, arrival)
-        return _validated(dict(call.body), layer_of(endpoint)).model_dump(exclude={"request_id"})
+        return validated(dict(call.body), layer_of(endpoint)).model_dump(exclude={"request_id"})
 
     body = BODIES[endpoint]
     without = parsed(body)
@@ -268,7 +267,7 @@ def test_a_wrong_value_is_named(endpoint: Endpoint) -> None:
     for name in fields(endpoint):
         for value in WRONG:
             try:
-                _validated({**BODIES[endpoint], name: value}, layer_of(endpoint))
+                validated({**BODIES[endpoint], name: value}, layer_of(endpoint))
             except RequestError as error:
                 refused += 1
                 assert error.param is not None, (name, value, str(error))

@@ -236,11 +236,8 @@ def as_predicted(ngrams, monkeypatch):
 
 @pytest.mark.release
 def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams, as_predicted):
-    """On an engine that takes 0.4 s for a step, and 40 ms for each token.
-
-    A class of random text has its drafts checked until it is known that they are wrong. Where one
-    or two decodes are left they are checked again, as such a step is mostly its fixed time.
-    """
+    """On an engine that takes 0.4 s for a step, and 40 ms for each token. Where one or two decodes
+    are left they are checked again, as such a step is mostly its fixed time."""
     since = use(ngrams, "deadline_triage", AdaptiveLengths(), {"anchor": "last_token"})
     ngrams.table.set_model(LinearLatency(a=0.4, b=0.04))
     for name in ("wrong-0", "wrong-1", "wrong-2", "wrong-3", "right-0", "right-1"):
@@ -261,12 +258,10 @@ def test_drafts_that_are_wrong_are_hardly_checked_any_more(ngrams, as_predicted)
 
 
 def test_lengths_follow_the_tiers_while_a_prompt_waits(ngrams, as_predicted):
-    """Three tiers in one engine, all of them with drafts that are right.
-
-    While a long prompt waits, decodes of the tightest tier check all, as each draft lets batches be
-    longer; those of the middle one as many as they need in batches that long; those of the loosest
-    none. Before it comes all of them check some, as a step is mostly its fixed time, and the more
-    the surer it is that drafts are right."""
+    """While a long prompt waits, decodes of the tightest tier check all drafts, as each lets
+    batches be longer; those of the middle one as many as they need in batches that long; those of
+    the loosest none. Before it comes all of them check some, and the more the surer it is that
+    drafts are right."""
     lengths = RecordedLengths()
     since = use(ngrams, "deadline_triage", lengths, {"anchor": "last_token"})
     ngrams.table.set_model(LinearLatency(a=0.4, b=0.03))

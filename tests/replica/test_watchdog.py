@@ -30,8 +30,8 @@ HUNG_AFTER_S = 5.0
 LOOK_S = 0.5
 
 
-def info(step_s: float = 0.01) -> EngineInfo:
-    profile = LatencyProfile.of("k", LinearLatency(step_s, 1e-9))
+def info(step_s: float, token_s: float = 1e-9) -> EngineInfo:
+    profile = LatencyProfile.of("k", LinearLatency(step_s, token_s))
     return EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, profile)
 
 
@@ -45,21 +45,10 @@ class TableOnly:
         self.pulses = 0
         self.steps = 0
 
-    def step(
-        self,
-        now_s: float,
-        predicted_s: float = 0.01,
-        correction: float = 1.0,
-        fixed_correction: float = 1.0,
-    ) -> None:
+    def step(self, now_s: float, **summary: float) -> None:
         self.steps += 1
-        self.table.write(
-            updated_s=now_s,
-            steps=self.steps,
-            predicted_step_s=predicted_s,
-            correction=correction,
-            fixed_correction=fixed_correction,
-        )
+        usual = {"predicted_step_s": 0.01, "correction": 1.0, "fixed_correction": 1.0}
+        self.table.write(updated_s=now_s, steps=self.steps, **{**usual, **summary})
 
     def state(self) -> EngineState:
         return self.table.read()
@@ -109,7 +98,7 @@ async def test_no_step_while_requests_wait() -> None:
 @pytest.mark.parametrize(
     ("step", "bench", "patience_s"),
     [
-        ({"predicted_s": 2.0}, Bench, PREDICTED_STEPS * 2.0),
+        ({"predicted_step_s": 2.0}, Bench, PREDICTED_STEPS * 2.0),
         ({"correction": 3.0}, lambda: Bench(step_s=1.0), LONGEST_STEPS * 3.0),
         ({"fixed_correction": 3.0}, lambda: Bench(step_s=1.0), LONGEST_STEPS * 3.0),
         ({}, lambda: Bench(warm=False), REPLACED_AFTER_S),
@@ -197,9 +186,7 @@ async def test_serve_is_to_replace_what_hangs_for_long_whether_or_not_anybody_wa
 
 
 def test_the_longest_step_is_of_a_full_batch() -> None:
-    profile = LatencyProfile.of("k", LinearLatency(1.0, 0.001))
-    full = EngineInfo("model", "fcfs", 8192, 2048, 256, 4096, 16, profile)
-    assert longest_step_s(full) == pytest.approx(1.0 + 0.001 * (2048 + 256))
+    assert longest_step_s(info(1.0, 0.001)) == pytest.approx(1.0 + 0.001 * (2048 + 256))
 
 
 @given(

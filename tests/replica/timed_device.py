@@ -1,12 +1,9 @@
-"""A device that only takes time, in place of the one that runs the model: what vLLM's loop, its
-schedulers and everything before them do beside a GPU can be seen on a machine without one.
+"""A device that only takes time: what vLLM's loop does beside a GPU, on a machine without one.
 
 ``"distributed-executor-backend": "tests.replica.timed_device.TimedDevice"`` among vLLM's arguments
-puts it under stock vLLM and under Sluice alike. It computes nothing: each token is the same one. A
-batch takes the larger of its launch, for which the engine's loop is busy, and of what the device
-needs for its tokens, one batch after the other; with asynchronous scheduling the next one is
-launched meanwhile. ``SLUICE_TIMED_DEVICE`` holds fields of :class:`Times`, as JSON.
-"""
+puts it under stock vLLM and Sluice alike. Each token is the same one. A batch takes the larger
+of its launch, for which the engine's loop is busy, and of what the device needs for its tokens, one
+batch after the other. ``SLUICE_TIMED_DEVICE`` holds fields of ``Times``, as JSON."""
 
 from __future__ import annotations
 
@@ -23,17 +20,9 @@ TOKEN = 300
 
 
 class Times(NamedTuple):
-    """Seconds, by default those of an 8B model on an H100 (``docs/results/gpu.md``).
-
-    Attributes:
-        fixed_s, token_s: what the device needs for a batch, and for each of its tokens.
-        decode_launch_s: the launch of a batch of decodes, which is one CUDA graph.
-        launch_s, long_launch_s: of one with a prefill: up to ``graph_tokens`` tokens of prefill
-            parts of it are CUDA graphs.
-        scale: factor on all of these. A machine on which everything else shares two cores needs a
-            slower device.
-        asynchronous: two batches are in flight.
-    """
+    """Seconds, by default those of an 8B model on an H100 (``docs/results/gpu.md``):
+    of a batch and each of its tokens on the device, and of its launch, which is longer with a
+    prefill, and longest with more than ``graph_tokens`` of it."""
 
     fixed_s: float = 6.5e-3
     token_s: float = 20e-6
