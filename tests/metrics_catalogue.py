@@ -11,8 +11,9 @@ from sluice.controller.cell_client import CallMetrics
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.instruments import families, refused_metrics
 from sluice.controller.observability.metrics import controller_age, controller_up
-from sluice.replica.config import EngineConfig
-from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.batches.lines import BatchMetrics
 from sluice.router.metrics.instruments import RouterMetrics
@@ -36,8 +37,9 @@ def catalogue() -> dict[str, Family]:
     IssuerMetrics(router)
     CallMetrics(router)
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
+    rank = Replica("r", "node", engine, ReplicaConfig(), None)  # type: ignore[arg-type]
     replica = CollectorRegistry(auto_describe=False)
-    replica.register(ReplicaCollector({"r": Measured(engine.state, lambda: 0)}, lambda: 1))
+    replica.register(ReplicaCollector([rank], lambda: 1))
     page = ControllerMetricsPage(None, None, CollectorRegistry())  # type: ignore[arg-type]
     known: dict[str, Family] = {}
     found = [

@@ -25,8 +25,9 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import samples_of
 from sluice.deploy.ray_start import start_ray
 from sluice.protocol.messages import MetricsPush, RouteReply
-from sluice.replica.config import EngineConfig
-from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
@@ -103,8 +104,8 @@ class Metrics:
         # One engine's are renamed: hundreds start slowly.
         engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
         registry = CollectorRegistry(auto_describe=False)
-        ranks = {"r": Measured(engine.state, lambda: 0)}
-        registry.register(ReplicaCollector(ranks, lambda: 1))
+        rank = Replica("r", "node", engine, ReplicaConfig(), self._client)
+        registry.register(ReplicaCollector([rank], lambda: 1))
         for name in (f"replica-{index}" for index in range(replicas)):
             own = [
                 each._replace(

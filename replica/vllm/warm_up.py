@@ -107,8 +107,8 @@ async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> N
             await user.use_together({name: fields}, _PAIR_TOKENS)
         await user.use_together(features, _PAIR_TOKENS[:1])
         for adapter in adapters:
-            body = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
-            await user.use("completions", body, f"the LoRA adapter {adapter}")
+            short = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
+            await user.use("completions", short, f"the LoRA adapter {adapter}")
     for endpoint, bodies in ENDPOINT_FEATURES.items():
         for body in bodies:
             await user.use(endpoint, body, endpoint)

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import MAX_PUSH_SAMPLES, samples_of
-from sluice.replica.config import EngineConfig
-from sluice.replica.metrics import Measured, ReplicaCollector
+from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.metrics import ReplicaCollector
+from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router import wire
 from sluice.router.config import RouterConfig
@@ -155,8 +156,9 @@ async def test_replicas_that_come_and_go_leave_no_series_behind() -> None:
     async def live(name: str, goodbye: bool) -> int:
         """A replica's life; how many series the page has after it."""
         await controller.hello(hello(name, now_s=clock.now_s))
+        rank = Replica(name, "node", engine, ReplicaConfig(), controller)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(ReplicaCollector({name: Measured(engine.state, lambda: 0)}, lambda: 1))
+        registry.register(ReplicaCollector([rank], lambda: 1))
         await controller.push_metrics(newer_push(name, samples_of(registry)))
         await controller.drain(name, True)
         page = (await controller.render_metrics()).decode()
