@@ -152,7 +152,6 @@ class Controller:
             self._fleet,
             routing,
             admission,
-            self._recent.weigh,
             self._calibration,
             self._lengths,
             self._cold_start,
@@ -193,7 +192,13 @@ class Controller:
         ValueError: not a list, or more than ``MAX_QUERIES``."""
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise ValueError(f"queries must be a list of at most {MAX_QUERIES}")
-        return await self._server.window.route([_checked_or_none(query) for query in queries])
+        found: list[RouteQuery | None] = []
+        for query in queries:
+            try:
+                found.append(checked_query(query))
+            except ValueError:
+                found.append(None)
+        return await self._server.window.route(found)
 
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
@@ -397,7 +402,7 @@ class Controller:
         else:
             for start in range(0, len(queries), MOST_TOGETHER):
                 decisions += self._together(queries[start : start + MOST_TOGETHER])
-        slack_s = self._slack_s(now_s) if self._config.cells > 1 else None
+        slack_s = self._fleet.slack_s(now_s) if self._config.cells > 1 else None
         quarantined = self._quarantine.names
         return RouteReply(self._epoch, tuple(decisions), self._closed(), quarantined, slack_s)
 
@@ -432,7 +437,7 @@ class Controller:
 
     def _closed(self) -> tuple[str, ...] | None:
         settling = self._clock() - self._started_s < SETTLING_S
-        if not len(self._fleet) or (settling and not len(self._drains)):
+        if not self._fleet.row_of or (settling and not len(self._drains)):
             return None
         return self._fleet.closed
 
@@ -457,12 +462,12 @@ class Controller:
         return self._reply(delta.replica_id, resync=not applied)
 
     def _reply(self, replica_id: str, resync: bool) -> ReportReply:
-        closed, role = self._fleet.is_closed(replica_id), self._roles.of(replica_id)
+        closed, role = replica_id in self._fleet.closed, self._roles.of(replica_id)
         return ReportReply(self._epoch, resync, closed, role)
 
     def _invalid(self) -> RouteDecision:
         decision = RouteDecision(None, INVALID_QUERY)
-        self._counters.decided(decision.reason, 0.0)
+        self._counters.decided(decision, 0.0)
         return decision
 
     def _decide(self, query: RouteQuery, at: int | None, ordered_s: float) -> RouteDecision:
@@ -475,21 +480,13 @@ class Controller:
         if self._quarantine.names:
             self._quarantine.placed(query, decision, started_s)
         took_s = self._clock() - started_s + ordered_s
-        self._counters.decided(decision.reason, took_s)
+        self._counters.decided(decision, took_s)
         if decision.reason in (STAYS, DECLINED):
             # The log keeps why the request is where it is, or what another cell decides.
             return decision
-        self._recent.note(query, decision, started_s, took_s)
+        self._recent.note(query, decision, started_s, took_s, self._placer.inputs)
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)
         if decision.prefill_id is not None:
-            self._counters.paired()
             self._classes.note(query.prefill_key, query.slo.service_class)
         return decision
-
-
-def _checked_or_none(query: Any) -> RouteQuery | None:
-    try:
-        return checked_query(query)
-    except ValueError:
-        return None

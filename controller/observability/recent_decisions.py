@@ -58,15 +58,12 @@ class Counters:
         self._pairs = 0
         self._role_changes = dict.fromkeys(ROLES, 0)
 
-    def decided(self, outcome: str, seconds: float) -> None:
+    def decided(self, decision: RouteDecision, seconds: float) -> None:
         """One decision was made in ``seconds``."""
-        self._decisions[outcome] += 1
+        self._decisions[decision.reason] += 1
         self._buckets[bisect_left(DECISION_BUCKETS_S, seconds)] += 1
         self._seconds += seconds
-
-    def paired(self) -> None:
-        """A decision placed a request on two replicas."""
-        self._pairs += 1
+        self._pairs += decision.prefill_id is not None
 
     def changed(self, role: Role) -> None:
         """A replica was given another role, this one."""
@@ -170,25 +167,21 @@ class RecentDecisions:
         # The fields of entries by key, the latest last; up to twice the limit. Bare tuples and a
         # bare dict, because decisions wait for this.
         self._entries: dict[int, _Fields] = {}
-        self._weighed: DecisionInputs | None = None
         self.endings = Endings()
         """How the requests ended."""
 
     def __len__(self) -> int:
         return min(self._limit, len(self._entries))
 
-    def weigh(self, weighed: DecisionInputs) -> None:
-        """Take the inputs of the current decision; :meth:`note` follows."""
-        self._weighed = weighed
-
     def note(
-        self, query: RouteQuery, decision: RouteDecision, decided_s: float, took_s: float
+        self,
+        query: RouteQuery,
+        decision: RouteDecision,
+        decided_s: float,
+        took_s: float,
+        weighed: DecisionInputs | None,
     ) -> None:
         """A decision was made on a valid query."""
-        weighed, self._weighed = self._weighed, None
-        # Keys are compared, because the query of the inputs may have an earlier plan than `query`.
-        if weighed is not None and weighed.job.query.key != query.key:
-            weighed = None  # left by a decision that failed halfway
         entries = self._entries
         earlier = entries.pop(query.key, None)
         asked = 1 if earlier is None else DecisionRecord(*earlier).asked + 1

@@ -174,7 +174,7 @@ class Drains:
 
 def drain_of(mirror: Mirror, fleet: Fleet, replica_id: str) -> str | None:
     """What drains a known replica: :data:`OPERATOR`, :data:`REPLICA`, or ``None``."""
-    if fleet.is_closed(replica_id):
+    if replica_id in fleet.closed:
         return OPERATOR
     return REPLICA if mirror.replicas[replica_id].draining else None
 

@@ -285,9 +285,8 @@ def late_of(
 
 def _is_elsewhere(replica_id: str, fleet: Fleet, now_s: float) -> bool:
     """Whether another replica may give promises."""
-    rows = fleet.candidates(now_s)
-    others = rows[rows != fleet.row_of[replica_id]]
-    return len(others) > 0 and fleet.is_sound(int(others[0]), now_s)
+    others = fleet.candidates(now_s) != fleet.row_of[replica_id]
+    return fleet.may_promise and bool(others.any())
 
 
 def _late_at(

@@ -218,46 +218,42 @@ class ReportQueue:
     def __init__(self, take: Callable[[Frames, Report, bool], None], clock: Callable[[], float]):
         self._take = take
         self._clock = clock
-        self._waiting: deque[_WaitingReports] = deque()
+        self.waiting: deque[_WaitingReports] = deque()
         self._bytes = 0
-        self._owed_s = 0.0
+        self.owed_s = 0.0
+        """Seconds that decisions took while reports waited."""
         self._scheduled = False
 
     def add(self, connection: Frames, report: Report, due_s: float, size: int) -> None:
         """A report of ``size`` bytes was read, whose sender waits until ``due_s``."""
-        self._waiting.append(_WaitingReports(connection, report, due_s, size))
+        self.waiting.append(_WaitingReports(connection, report, due_s, size))
         self._bytes += size
         while self._bytes > MOST_BYTES:
             self._next()
         self._schedule()
 
-    def decided(self, took_s: float) -> None:
-        """Decisions took this long, seconds."""
-        if self._waiting:
-            self._owed_s += took_s
-
     def finish(self) -> None:
         """Take in all that wait now."""
-        while self._waiting:
+        while self.waiting:
             self._next()
 
     def _schedule(self) -> None:
-        if self._waiting and not self._scheduled:
+        if self.waiting and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         self._scheduled = False
-        until_s = self._clock() + max(TURN_S, self._owed_s)
-        self._owed_s = 0.0
-        while self._waiting:
+        until_s = self._clock() + max(TURN_S, self.owed_s)
+        self.owed_s = 0.0
+        while self.waiting:
             self._next()
             if self._clock() >= until_s:
                 break
         self._schedule()
 
     def _next(self) -> None:
-        connection, report, due_s, size = self._waiting.popleft()
+        connection, report, due_s, size = self.waiting.popleft()
         self._bytes -= size
         if not connection.closed:
             self._take(connection, report, self._clock() <= due_s)
@@ -357,11 +353,13 @@ class RouteServer(Listener):
         return Endpoint(host, await self.port(host), self.token, FORMAT)
 
     def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
+        if not self.reports.waiting:
+            return self._decide(queries)
         begun_s = self.clock()
         try:
             return self._decide(queries)
         finally:
-            self.reports.decided(self.clock() - begun_s)
+            self.reports.owed_s += self.clock() - begun_s
 
     def _take(self, connection: Frames, question: Report, wanted: bool) -> None:
         answer: Reported | Refused = Refused(question.number, None)

@@ -43,8 +43,8 @@ class Promises(NamedTuple):
     """What each of ``n`` replicas of a job can promise: whether it ``holds`` with every earlier
     promise.
 
-    ``ttft_s`` counts from now to the first token there, or to the end of the prefill where the
-    replica computes only the prompt. ``wait_s`` is the predicted time until a promise could be
+    ``ttft_s`` counts from now to the first token, ``job.lead_s`` included; for a job that
+    ``moved``, to the end of its prefill. ``wait_s`` is the predicted time until a promise could be
     made; infinite where it never can. ``binds`` is the ``Constraint`` that prevents it; 0 where it
     ``holds``."""
 
@@ -104,13 +104,13 @@ class DecodeChoice(NamedTuple):
 
 def together(job: Job, promises: Promises, second: DecodeChoice) -> Promises:
     """The promises to the client. ``promises`` are those of the replicas where the request
-    starts; a P/D pair promises what both replicas can, with times up to the first token."""
+    starts; a P/D pair promises what both replicas can."""
     holds, wait_s, binds = promises.holds, promises.wait_s, promises.binds
     if not second.able:
         binds = np.where(holds & job.splits, second.binds, binds)
         holds = holds & ~job.splits
         wait_s = np.where(job.splits, np.maximum(wait_s, second.wait_s), wait_s)
-    return Promises(holds, promises.ttft_s + job.lead_s, wait_s, binds)
+    return Promises(holds, promises.ttft_s, wait_s, binds)
 
 
 class AdmissionPolicy(ABC):

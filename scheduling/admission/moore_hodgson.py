@@ -46,7 +46,7 @@ from sluice.scheduling.fleet.rows import (
     spare_s,
 )
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request.job import Job, Replicas, Stated
+from sluice.scheduling.request.job import NO_LATER, Job, Numbers
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 # Capacity for the prompts of later stages of guaranteed requests, such as tool results.
@@ -128,22 +128,20 @@ class MooreHodgson(AdmissionPolicy):
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Test each replica."""
-        return Promises(
-            *promises(fleet.arrays, job.replicas, job.stated, job.later, self._headroom)
-        )
+        later = job.later if job.query.slo.stages else NO_LATER
+        return Promises(*promises(fleet.arrays, job[1:], later, self._headroom))
 
 
 @compiled
 def promises(
-    fleet: FleetArrays, replicas: Replicas, stated: Stated, later: Floats, headroom: float
+    fleet: FleetArrays, job: Numbers, later: Floats, headroom: float
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Test each of ``replicas``; return the fields of
+    """Test each replica of ``job``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    rows, all_cached, all_work_s, lead_s, all_splits = replicas
     (
-        now_s, job_due_s, waited_s, job_tpot_s, priority, prompt_tokens, output_tokens,
-        reserve_tokens, job_worthier_s, moved,
-    ) = stated  # fmt: skip
+        rows, all_cached, all_work_s, lead_s, all_splits, now_s, job_due_s, waited_s, job_tpot_s,
+        priority, prompt_tokens, output_tokens, moved, reserve_tokens, job_worthier_s,
+    ) = job  # fmt: skip
     count = rows.shape[0]
     holds = np.empty(count, np.bool_)
     ttft_s, wait_s = np.empty(count), np.empty(count)
@@ -201,6 +199,8 @@ def promises(
             else:
                 binds[place] = Constraint.GUARANTEES
         ttft_s[place] = first_token_s(of, queue, work_s, now_s, due_s)
+        if not moved:
+            ttft_s[place] += lead_s[place]
     return holds, ttft_s, wait_s, binds
 
 

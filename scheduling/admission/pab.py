@@ -11,7 +11,7 @@ from sluice.scheduling.admission.base import AdmissionPolicy, Constraint, Promis
 from sluice.scheduling.admission.room import first_token_s, fits_alone, reserve_at
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import FleetArrays, budget_s
-from sluice.scheduling.request.job import Job, Replicas, Stated
+from sluice.scheduling.request.job import Job, Numbers
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 
 
@@ -29,17 +29,19 @@ class PABAdmission(AdmissionPolicy):
 
     def promises(self, job: Job, fleet: Fleet) -> Promises:
         """Compare the prompt with each budget."""
-        return Promises(*promises(fleet.arrays, job.replicas, job.stated))
+        return Promises(*promises(fleet.arrays, job[1:]))
 
 
 @compiled
 def promises(
-    fleet: FleetArrays, replicas: Replicas, stated: Stated
+    fleet: FleetArrays, job: Numbers
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Test each of ``replicas``; return the fields of
+    """Test each replica of ``job``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    rows, _, all_work_s, lead_s, _ = replicas
-    now_s, job_due_s, waited_s, reserve_tokens = stated[0], stated[1], stated[2], stated[7]
+    (
+        rows, _, all_work_s, lead_s, _, now_s, job_due_s, waited_s, _, _, _, _, moved,
+        reserve_tokens, _,
+    ) = job  # fmt: skip
     figures, pieces, starts, all_prefills, all_loads, _ = fleet
     count = rows.shape[0]
     holds, binds = np.empty(count, np.bool_), np.zeros(count, np.int8)
@@ -58,4 +60,6 @@ def promises(
             fresh_s = due_s - now_s + waited_s
             wait_s[place] = -left_s if fits_alone(of, work_s, 0.0, fresh_s, inf, 0.0) else inf
         ttft_s[place] = first_token_s(of, prefills, work_s, now_s, due_s)
+        if not moved:
+            ttft_s[place] += lead_s[place]
     return holds, ttft_s, wait_s, binds

@@ -16,7 +16,7 @@ from sluice.scheduling.admission.base import DecodeChoice
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.request.job import Job, RouteDecision, Tier
-from sluice.scheduling.request.kernels import Floats, compiled
+from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.roles import ROLES, Role
 
 # numpy's scalars are "Any" to the type checker.
@@ -38,7 +38,7 @@ class RecentDemand:
     """The last :data:`MEMORY` requests that asked for a promise, of all replicas."""
 
     def __init__(self) -> None:
-        self._asked = np.empty((MEMORY, 4))
+        self._asked = np.zeros((MEMORY, 4))
         self._count = 0
 
     def add(self, now_s: float, work_s: float, slack_s: float, priority: float) -> None:
@@ -46,30 +46,41 @@ class RecentDemand:
         self._asked[self._count % MEMORY] = now_s, work_s, slack_s, priority
         self._count += 1
 
-    def worthier_s(self, now_s: float, work_s: float, slack_s: float, priority: float) -> float:
-        """Prefill work, seconds over all replicas, that a request should leave to requests expected
-        later, due earlier and with more priority per second of work.
+    def worthier_s(self, now_s: float, work_s: Floats, slack_s: float, priority: float) -> float:
+        """Prefill work, seconds over all replicas, that a request of ``work_s`` on each should
+        leave to requests expected later, due earlier and with more priority per second of work.
 
         A past request ``j`` that is due within ``s_j`` stands for ``(slack - s_j) / span`` such
         requests, with ``span`` the time since the oldest. It counts with the share of its worth
         that would be lost, so that equals do not yield to each other. ``O(MEMORY)``, compiled."""
-        if not self._count or slack_s == inf:
+        if slack_s == inf:
             return 0.0
-        oldest_s = self._asked[self._count % MEMORY if self._count > MEMORY else 0, 0]
-        span_s = max(now_s - float(oldest_s), LEAST_SPAN_S)
-        asked = self._asked[: min(self._count, MEMORY)]
-        return EXCESS * float(_worthier_s(asked, priority / max(work_s, 1e-9), slack_s)) / span_s
+        found: float = _worthier_s(self._asked, self._count, now_s, work_s, slack_s, priority)
+        return found
 
 
 @compiled
-def _worthier_s(asked: Floats, worth: float, slack_s: float) -> float:
+def _worthier_s(
+    asked: Floats, count: int, now_s: float, work_on_s: Floats, slack_s: float, priority: float
+) -> float:
+    oldest_s = asked[count % MEMORY if count > MEMORY else 0, 0]
+    span_s = max(now_s - oldest_s, LEAST_SPAN_S)
+    worth = priority / max(work_on_s.min(), 1e-9)
     total = 0.0
-    for row in range(asked.shape[0]):
+    for row in range(min(count, MEMORY)):
         work_s, before_s = asked[row, 1], slack_s - max(0.0, asked[row, 2])
         other = asked[row, 3] / max(work_s, 1e-9)
         if before_s > 0.0 and other > worth:
             total += work_s * before_s * (1.0 - worth / other)
-    return total
+    return EXCESS * total / span_s
+
+
+@compiled
+def _least_fixed_s(figures: Floats, rows: Ints) -> float:
+    least_s = inf
+    for row in rows:
+        least_s = min(least_s, figures[row, figure.FIXED_S])
+    return least_s
 
 
 MAX_UNPLACED = 4096
@@ -165,18 +176,6 @@ class _Counts:
         self.asked = self.unpromised = 0
         self.asked_s = self.asked_s2 = self.slack_s2 = self.unpromised_s = 0.0
 
-    def ask(self, work_s: float, slack_s: float) -> None:
-        """A request asked for this work within that time."""
-        self.asked += 1
-        self.asked_s += work_s
-        self.asked_s2 += work_s * work_s
-        self.slack_s2 += work_s * min(max(0.0, slack_s), MOST_SLACK_S)
-
-    def turn_down(self, work_s: float) -> None:
-        """One that asked was not promised."""
-        self.unpromised += 1
-        self.unpromised_s += work_s
-
 
 class Demand:
     """Counts the demand, decision by decision. ``O(replicas)`` each. A split request asks both
@@ -201,14 +200,13 @@ class Demand:
         if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
             return
         key, placed = query.key, decision.prefill_id or decision.replica_id
+        again = key in self._unplaced
         if placed is None:
-            again = key in self._unplaced
             self._unplaced[key] = None
             if len(self._unplaced) > MAX_UNPLACED:
                 del self._unplaced[next(iter(self._unplaced))]
-        else:
-            again = key in self._unplaced
-            self._unplaced.pop(key, None)
+        elif again:
+            del self._unplaced[key]
         if again:
             return
         if placed is None:
@@ -220,24 +218,29 @@ class Demand:
         if second is not None and not job.splits[place]:
             second = None
         slack_s = job.due_s - job.now_s - float(job.lead_s[place])
-        self._all.ask(work_s, slack_s)
-        self._of_role[role].ask(work_s, slack_s)
+        asked = [(self._all, work_s), (self._of_role[role], work_s)]
         if second is not None:
-            self._of_role["decode"].ask(second.work_s, slack_s)
-        fixed_s = float(fleet.figures[job.rows, figure.FIXED_S].min())
+            asked.append((self._of_role["decode"], second.work_s))
+        for counts, own_s in asked:
+            counts.asked += 1
+            counts.asked_s += own_s
+            counts.asked_s2 += own_s * own_s
+            counts.slack_s2 += own_s * min(max(0.0, slack_s), MOST_SLACK_S)
         # What is too long even for an idle replica does not ask for more of them.
-        able = fixed_s + work_s <= slack_s
+        able = _least_fixed_s(fleet.figures, job.rows) + work_s <= slack_s
         if able and not decision.over_share:
-            self.recent.add(job.now_s, work_s, slack_s, float(query.slo.priority))
+            self.recent.add(job.now_s, work_s, slack_s, job.priority)
         if not able or (placed is not None and decision.tier is not Tier.BEST_EFFORT):
             return
         if second is None or second.able:
-            self._of_role[role].turn_down(work_s)
+            unpromised = self._of_role[role], work_s
         elif second.wait_s < inf:
-            self._of_role["decode"].turn_down(second.work_s)
+            unpromised = self._of_role["decode"], second.work_s
         else:
             return
-        self._all.turn_down(work_s)
+        for counts, own_s in (unpromised, (self._all, work_s)):
+            counts.unpromised += 1
+            counts.unpromised_s += own_s
 
     def load(
         self,

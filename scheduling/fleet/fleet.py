@@ -76,7 +76,8 @@ class Fleet:
         """Replica of each row; empty where the row is free. A new list whenever that changes, so a
         caller that keeps this one knows later what the rows were."""
         self.row_of: dict[str, int] = {}
-        self._closed: dict[str, None] = {}
+        self.closed: tuple[str, ...] = ()
+        """The replicas that are closed, also unknown ones."""
         self.figures: Floats = np.zeros((0, FIGURES))
         self.pieces: Floats = np.zeros((0, 1, COEFFICIENTS))
         self.starts: Ints = np.zeros(0, np.int64)
@@ -97,6 +98,8 @@ class Fleet:
         # The candidates as last found, the least time at which one of them was heard, and when the
         # first of those that were left out returns. `None`: to be found again.
         self._candidates: Ints | None = None
+        self.may_promise = False
+        """Whether the last candidates may promise: they are neither aged nor in quarantine."""
         self._oldest_s, self._returns_s = inf, inf
         self._quarantined: dict[int, bool] = {}
         self.untried: frozenset[int] = frozenset()
@@ -130,7 +133,7 @@ class Fleet:
             before = self._reports[row]
             done = before.transfers if before is not None else NO_TRANSFERS
             self.transfer.learn(done, report.transfers)
-        self._set_willing(row, not report.draining and replica_id not in self._closed)
+        self._set_willing(row, not report.draining and replica_id not in self.closed)
         self._reports[row] = report
         self._set_pieces(row, report.latency.pieces)
         self._fold(row, report)
@@ -171,33 +174,23 @@ class Fleet:
     def close(self, replica_id: str) -> None:
         """Leave a replica out of decisions until :meth:`reopen`, whatever it reports, also where it
         joins later. What is reserved there is on its way and stays."""
-        self._closed[replica_id] = None
-        if len(self._closed) > MOST_CLOSED:
-            del self._closed[next(iter(self._closed))]
+        if replica_id not in self.closed:
+            self.closed = (*self.closed, replica_id)[-MOST_CLOSED:]
         row = self.row_of.get(replica_id)
         if row is not None:
             self._set_willing(row, False)
 
     def reopen(self, replica_id: str) -> bool:
         """Take :meth:`close` back; whether it was closed."""
-        if replica_id not in self._closed:
+        if replica_id not in self.closed:
             return False
-        del self._closed[replica_id]
+        self.closed = tuple([each for each in self.closed if each != replica_id])
         row = self.row_of.get(replica_id)
         if row is not None:
             report = self._reports[row]
             assert report is not None
             self._set_willing(row, not report.draining)
         return True
-
-    @property
-    def closed(self) -> tuple[str, ...]:
-        """The replicas that are closed, also such as are not known (any more)."""
-        return tuple(self._closed)
-
-    def is_closed(self, replica_id: str) -> bool:
-        """Whether a replica is closed."""
-        return replica_id in self._closed
 
     def quarantine(self, replica_id: str, untried: bool = False) -> None:
         """Leave a replica, which is known, out of decisions as long as others are left, until
@@ -223,6 +216,7 @@ class Fleet:
             if now_s - self._oldest_s < aged_after_s and now_s < self._returns_s:
                 return self._candidates
             self._candidates = None
+        self.may_promise = True
         silent_s = now_s - self._heard_s
         here = now_s >= self._gone_until_s
         fresh = here & (silent_s < aged_after_s)
@@ -232,6 +226,7 @@ class Fleet:
             self._returns_s = float(self._gone_until_s[~here].min(initial=inf))
             self._candidates = rows
             return rows
+        self.may_promise = False
         aged = here & (silent_s < self.settings.stale_after_s)
         for able in (self._sound & aged, self._willing & fresh, self._willing & aged):
             rows = np.flatnonzero(able)
@@ -243,7 +238,7 @@ class Fleet:
         """Whether no replica is there that takes requests or that only an operator has closed: all
         have left, or are about to. ``O(replicas)``."""
         here = (self._willing & (now_s >= self._gone_until_s)).any()
-        return not here and not any(name in self._closed for name in self.row_of)
+        return not here and not any(name in self.closed for name in self.row_of)
 
     @property
     def last_row(self) -> Ints:
@@ -251,12 +246,6 @@ class Fleet:
         empty if there has been none."""
         rows = list(self.row_of.values()) or self._free[-1:]
         return np.array(rows[-1:], np.int64)
-
-    def is_sound(self, row: int, now_s: float) -> bool:
-        """Whether anything may be promised at a candidate: it is neither aged nor one that is
-        chosen although it is quarantined."""
-        silent_s = now_s - self._heard_s[row]
-        return bool(self._sound[row] and silent_s < self.settings.aged_after_s)
 
     def capacity(self, now_s: float) -> Ints:
         """Rows of the candidates that are not quarantined: what there is to serve requests with."""
@@ -349,12 +338,8 @@ class Fleet:
             if made.replica_id in changed:
                 return  # it has just been counted, with this one
         row = self.row_of[made.replica_id]
-        figures = self.figures[row]
-        queued, lent = figures[figure.QUEUED], figures[figure.LENT_QUEUED]
-        entries = int(max(queued, lent, figures[figure.LOADS])) + 1
-        if entries > self._rooms[row]:
-            self._make_room(row, entries)
-        add_reservation(figures, self.pieces[row], *self._entries(row), made.record)
+        while not add_reservation(self.arrays, row, self._rooms[row], made[1:]):
+            self._make_room(row, int(self._rooms[row]) + 1)
 
     def release(self, keys: Iterable[int]) -> None:
         """Requests that a router gave up; unknown ones are ignored."""
@@ -472,17 +457,12 @@ class Fleet:
     def _fold(self, row: int, report: Report) -> None:
         made = list(self.ledger.at(self.ids[row]))
         self._make_room(row, len(report.rows) + len(made))
-        figures = self.figures[row]
-        figures[figure.FREE_BLOCKS] = report.free_blocks
-        figures[figure.TOTAL_BLOCKS] = report.total_blocks
-        figures[figure.BLOCK_TOKENS] = report.block_tokens
-        figures[figure.PLACES] = report.places
-        figures[figure.ORDER] = report.local_order
-        figures[figure.STOP_S] = report.planned_stop_s
-        figures[figure.KV_ANSWER_S] = report.kv_answer_s
-        own = (figures, self.pieces[row], *self._entries(row))
+        stated = (
+            float(report.free_blocks), float(report.total_blocks), float(report.block_tokens),
+            float(report.places), float(report.local_order), report.planned_stop_s,
+            report.kv_answer_s,
+        )  # fmt: skip
         times = report.made_s, report.stepped_s, report.next_begins_s, report.offset_s
-        moment = (*times, report.preempts)
-        fold(*own, report.rows, moment)
+        fold(self.arrays, row, report.rows, stated, (*times, report.preempts))
         for reservation in made:
-            add_reservation(*own, reservation.record)
+            add_reservation(self.arrays, row, self._rooms[row], reservation[1:])

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.request.job import MAX_CHUNKS
+from sluice.scheduling.request.kernels import Floats
 
 TOKEN_UNITS = 4
 """Characters that one token id counts for where a prompt consists of token ids."""
@@ -109,20 +111,28 @@ class ChunkRows:
         self._held.pop(row, None)
 
     def cached_tokens(
-        self, prefix: tuple[int, ...], rows: NDArray[np.integer]
-    ) -> NDArray[np.int64]:
-        """``int64[len(rows)]``: tokens up to the deepest chunk of ``prefix`` that each row holds. A
-        chunk missing before it counts as held: reports are bounded, and engines evict the end of a
-        prefix first."""
-        cached = np.zeros(len(rows), np.int64)
+        self, prefix: tuple[int, ...], rows: NDArray[np.integer], most: float = inf
+    ) -> Floats:
+        """``float64[len(rows)]``: tokens up to the deepest chunk of ``prefix`` that each row holds,
+        at most ``most``. A chunk missing before it counts as held: reports are bounded, and engines
+        evict the end of a prefix first."""
+        found: list[tuple[int, float]] = []
         seen = 0
         for chunk in reversed(prefix):
             held, tokens = self._chunks.get(chunk, (0, 0))
             new = held & ~seen
             if new:
                 seen |= new
-                cached[_bits(new, rows)] = tokens
-        return cached
+                found.append((new, min(tokens, most)))
+        if not found:
+            return np.zeros(len(rows))
+        size = (max(seen.bit_length(), int(rows.max(initial=0)) + 1) + 7) // 8
+        cached = np.zeros(8 * size)
+        for new, up_to in found:
+            packed = np.frombuffer(new.to_bytes(size, "little"), np.uint8)
+            cached[np.unpackbits(packed, bitorder="little").view(np.bool_)] = up_to
+        own: Floats = cached[rows]
+        return own
 
 
 class PrefixIndex(ChunkRows):
@@ -163,7 +173,7 @@ class PrefixIndex(ChunkRows):
 
     def hosted_tokens(
         self, prefix: tuple[int, ...], rows: NDArray[np.integer]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    ) -> tuple[Floats, Floats]:
         """As :meth:`cached_tokens`, for the memory of the hosts; and the time to load one of these
         tokens, seconds, as each row reported last."""
         load_s = [self._load_s.get(row, 0.0) for row in rows.tolist()]
@@ -173,11 +183,3 @@ class PrefixIndex(ChunkRows):
 def _tokens(held: np.ndarray) -> dict[int, int]:
     """Tokens by hash."""
     return dict(zip(held["hash"].tolist(), held["tokens"].tolist(), strict=True))
-
-
-def _bits(mask: int, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which of ``rows`` are in ``mask``."""
-    size = max(mask.bit_length(), int(rows.max(initial=0)) + 1)
-    packed = np.frombuffer(mask.to_bytes(-(-size // 8), "little"), np.uint8)
-    is_in: NDArray[np.bool_] = np.unpackbits(packed, bitorder="little")[rows].astype(bool)
-    return is_in

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import ceil, inf, nan
 from typing import Any, NamedTuple
 
@@ -29,14 +29,18 @@ from sluice.scheduling.fleet.rows import (
     DUE_S,
     EXPECTED_BLOCKS,
     FIXED_S,
+    FREE_BLOCKS,
     FREED_WITHIN_S,
+    KV_ANSWER_S,
     LATER_S,
     LENT_BLOCKS,
     LENT_PLACES,
     LENT_QUEUED,
     LOADS,
     NEEDED_BLOCKS,
+    ORDER,
     PACE_S,
+    PLACES,
     PROMISED,
     QUEUE_PACE_S,
     QUEUED,
@@ -46,9 +50,11 @@ from sluice.scheduling.fleet.rows import (
     SPENT_UNTIL_S,
     STEP_ENDS_S,
     STEP_WORK_S,
+    STOP_S,
     TOKENS,
     TOTAL_BLOCKS,
     WAITING,
+    FleetArrays,
     Prompt,
     add_later,
     add_load,
@@ -108,24 +114,16 @@ class Reservation(NamedTuple):
     priority: float
     output_tokens: float
     awaited_s: float = -inf
-    later_stages: int = 0
-    later_tokens: int = 0
-
-    @property
-    def record(self) -> np.ndarray:
-        """The same without ``replica_id``, :data:`RESERVATION` ``[1]``."""
-        return np.array([self[1:]], RESERVATION)
+    later_stages: float = 0.0
+    later_tokens: float = 0.0
 
 
-RESERVATION = np.dtype(
-    [
-        (name, "?" if name == "promised" else "<f8")
-        for name in Reservation._fields
-        if name != "replica_id"
-    ],
-    align=True,
-)
-"""A :class:`Reservation`, for compiled loops."""
+Taken = tuple[
+    float, bool, float, float, float, float, float, float, float, float, float, float
+]  # fmt: skip
+"""A :class:`Reservation` for compiled loops: ``made[1:]``, all its fields after the replica."""
+
+_NONE_CHANGED: frozenset[str] = frozenset()
 
 
 class Ledger:
@@ -164,16 +162,16 @@ class Ledger:
         """What is reserved at a replica, oldest first."""
         return self._of_replica.get(replica_id, {}).values()
 
-    def reserve(self, key: int, made: Reservation) -> set[str]:
+    def reserve(self, key: int, made: Reservation) -> Collection[str]:
         """Make a reservation; an earlier one of ``key`` ends, and only another replica is named.
         Raises ``ValueError`` for negative tokens."""
         if made.new_tokens < 0:
             raise ValueError(f"a reservation needs tokens >= 0, got {made.new_tokens}")
-        changed = set()
+        changed: Collection[str] = _NONE_CHANGED
         if key in self._entries:
-            changed.add(self._end(key))
+            changed = {self._end(key)}
         elif len(self._entries) >= self._limit:
-            changed.add(self._end_next())
+            changed = {self._end_next()}
         self._entries[key] = made
         ends_s = max(made.made_s, made.awaited_s) + self._ttl_s
         self.next_s = min(self.next_s, ends_s)
@@ -396,16 +394,21 @@ def count_decode(figures: Floats, pieces: Floats, loads: Floats, row: Any, pace:
 
 @compiled
 def fold(
-    figures: Floats,
-    pieces: Floats,
-    prefills: Floats,
-    loads: Floats,
-    lent: Floats,
+    fleet: FleetArrays,
+    at: int,
     rows: np.ndarray,
+    stated: tuple[float, float, float, float, float, float, float],
     moment: tuple[float, float, float, float, bool],
 ) -> None:
-    """Take in a whole report; what was known of the replica's requests goes. ``O(requests log
-    requests)``. Block figures and ``PLACES`` are set already."""
+    """Take in a whole report of the replica in row ``at``; what was known of its requests goes.
+    ``O(requests log requests)``."""
+    all_figures, all_pieces, starts, all_prefills, all_loads, all_lent = fleet
+    figures, pieces, start = all_figures[at], all_pieces[at], starts[at]
+    prefills, loads, lent = all_prefills[start:], all_loads[start:], all_lent[start:]
+    (
+        figures[FREE_BLOCKS], figures[TOTAL_BLOCKS], figures[BLOCK_TOKENS], figures[PLACES],
+        figures[ORDER], figures[STOP_S], figures[KV_ANSWER_S],
+    ) = stated  # fmt: skip
     made_s, stepped_s, next_begins_s, offset_s, preempts = moment
     clear(figures, pieces)
     now_s = made_s + offset_s
@@ -480,36 +483,33 @@ def fold(
 
 
 @compiled
-def add_reservation(
-    figures: Floats,
-    pieces: Floats,
-    prefills: Floats,
-    loads: Floats,
-    lent: Floats,
-    reservation: Any,
-) -> None:
-    """Add a decision that the replica has not reported yet, :data:`RESERVATION` ``[1]``, to what a
-    replica has. ``O(prefills + loads)``."""
-    made, block = reservation[0], figures[BLOCK_TOKENS]
-    prompt_tokens = made.new_tokens + made.cached_tokens
+def add_reservation(fleet: FleetArrays, at: int, room: int, made: Taken) -> bool:
+    """Add a decision that the replica in row ``at`` has not reported yet to what it has; whether it
+    has ``room`` for one more entry. ``O(prefills + loads)``."""
+    all_figures, all_pieces, starts, all_prefills, all_loads, all_lent = fleet
+    figures, pieces, start = all_figures[at], all_pieces[at], starts[at]
+    if max(figures[QUEUED], figures[LENT_QUEUED], figures[LOADS]) >= room:
+        return False
+    prefills, loads, lent = all_prefills[start:], all_loads[start:], all_lent[start:]
+    (
+        made_s, promised, new_tokens, cached_tokens, kv_tokens, due_s, tpot_s, priority,
+        output_tokens, _, later_stages, later_tokens,
+    ) = made  # fmt: skip
+    block = figures[BLOCK_TOKENS]
+    prompt_tokens = new_tokens + cached_tokens
     figures[RESERVED] += 1.0
-    figures[EXPECTED_BLOCKS] += ceil((prompt_tokens + made.output_tokens) / block)
-    if not made.promised:
-        work_s = most_work_s(pieces, made.new_tokens, made.cached_tokens)
-        lend(figures, lent, made.due_s, work_s, made.priority, True)
-        return
+    figures[EXPECTED_BLOCKS] += ceil((prompt_tokens + output_tokens) / block)
+    if not promised:
+        work_s = most_work_s(pieces, new_tokens, cached_tokens)
+        lend(figures, lent, due_s, work_s, priority, True)
+        return True
     figures[CLAIMED_BLOCKS] += claim(
-        prompt_tokens, made.output_tokens, 0.0, 0.0, block, figures[TOTAL_BLOCKS]
+        prompt_tokens, output_tokens, 0.0, 0.0, block, figures[TOTAL_BLOCKS]
     )
-    add_later(
-        figures, pieces, made.later_stages, made.later_tokens, prompt_tokens, made.output_tokens,
-        made.tpot_s,
-    )  # fmt: skip
-    advance(figures, prefills, loads, made.made_s)
-    prompt = Prompt(
-        made.due_s, made.tpot_s, made.priority, made.new_tokens, made.cached_tokens,
-        float(ceil(made.kv_tokens / block)),
-    )  # fmt: skip
-    now_s = max(made.made_s, figures[BEGUN_S])
-    take(figures, pieces, prefills, loads, prompt, now_s, True)
+    add_later(figures, pieces, later_stages, later_tokens, prompt_tokens, output_tokens, tpot_s)
+    advance(figures, prefills, loads, made_s)
+    blocks = float(ceil(kv_tokens / block))
+    prompt = Prompt(due_s, tpot_s, priority, new_tokens, cached_tokens, blocks)
+    take(figures, pieces, prefills, loads, prompt, max(made_s, figures[BEGUN_S]), True)
     settle(figures, prefills, loads)
+    return True

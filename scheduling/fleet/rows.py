@@ -377,6 +377,17 @@ def room_s(figures: Floats) -> float:
 
 
 @compiled
+def prefill_on(
+    figures: Floats, pieces: Floats, rows: Ints, prompt_tokens: float, cached_tokens: Floats
+) -> tuple[Floats, Floats]:
+    """:func:`work_on`, and the time before it until a KV connector has said what it holds."""
+    wait_s = np.empty(rows.shape[0])
+    for place, row in enumerate(rows):
+        wait_s[place] = figures[row, KV_ANSWER_S]
+    return work_on(pieces, rows, prompt_tokens, cached_tokens), wait_s
+
+
+@compiled
 def work_on(pieces: Floats, rows: Ints, prompt_tokens: float, cached_tokens: Floats) -> Floats:
     """Predicted time of a prompt's prefill on each of the replicas ``rows``, of which each has
     ``cached_tokens[i]`` in its cache."""

@@ -191,6 +191,8 @@ class Margins:
         anchor: TPOTAnchor = TPOTAnchor.MEAN,
     ) -> float:
         """The share of an objective of ``stated_s`` seconds by which it is planned earlier."""
+        if not self._trackers:
+            return self._unseen.margin(now_s)
         return self._trackers.get(_kind(objective, stated_s, anchor), self._unseen).margin(now_s)
 
     def largest(self, now_s: float) -> dict[Objective, float]:
@@ -286,13 +288,12 @@ class Calibration:
         plan = self._plans.get((slo, replica_id))
         if plan is not None:
             return plan
-        margins, anchor = self._of(replica_id), slo.tpot_anchor
-        times_s = [
-            None
-            if stated_s is None
-            else stated_s * (1.0 - margins.margin(objective, stated_s, now_s, anchor))
-            for objective, stated_s in zip(OBJECTIVES, slo.times_s, strict=True)
-        ]
+        margins, anchor = self.apart.get(replica_id, self._margins), slo.tpot_anchor
+        times_s = list(slo.times_s)
+        for place, stated_s in enumerate(times_s):
+            if stated_s is not None:
+                margin = margins.margin(OBJECTIVES[place], stated_s, now_s, anchor)
+                times_s[place] = stated_s * (1.0 - margin)
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         plan = self._plans[slo, replica_id] = slo.with_times(times_s)

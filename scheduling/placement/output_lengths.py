@@ -313,24 +313,18 @@ class OutputLengths:
         """Classes and tenants that are followed."""
         return len(self._classes) + len(self._tenants)
 
-    def expected(self, service_class: str, tenant: int = 0, most_tokens: int = 0) -> OutputLength:
-        """What is expected of an output of at most ``most_tokens`` (0: unknown). ``tenant`` 0:
-        unknown."""
+    def of(self, query: RouteQuery) -> OutputLength:
+        """What is expected of the output of a request."""
+        service_class, most_tokens = query.slo.service_class, float(query.output_tokens)
         found = self._stated.get(service_class)
         if found is None:
-            seen = self._tenants.get((service_class, tenant))
+            seen = self._tenants.get((service_class, query.tenant))
             if seen is None or seen.ended < LEAST_ENDED:
                 seen = self._classes.get(service_class)
             found = UNKNOWN if seen is None else seen.length
         if not most_tokens:
             return found
-        return OutputLength(
-            min(found.mean, float(most_tokens)), min(found.bound, float(most_tokens))
-        )
-
-    def of(self, query: RouteQuery) -> OutputLength:
-        """What is expected of the output of a request."""
-        return self.expected(query.slo.service_class, query.tenant, query.output_tokens)
+        return OutputLength(min(found.mean, most_tokens), min(found.bound, most_tokens))
 
     def observe(self, service_class: str, tenant: int, tokens: int, ended: bool) -> None:
         """Learn from an output of ``tokens`` that ended by itself or was cut off. Empty outputs and

@@ -28,14 +28,15 @@ from sluice.scheduling.fleet.rows import (
     BEST_EFFORT_S,
     DECODE_S,
     FIXED_S,
-    KV_ANSWER_S,
     PREFILL_S,
+    prefill_on,
     work_on,
 )
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.retry_after import RetryAfter
+from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import (
     DECLINED,
     NO_REPLICA,
@@ -46,11 +47,10 @@ from sluice.scheduling.request.job import (
     RouteDecision,
     RouteQuery,
     Tier,
-    first_due_s,
 )
 from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.stages import Later, later_of
+from sluice.scheduling.request.stages import later_of
 from sluice.scheduling.roles import WHOLE
 from sluice.scheduling.routing.base import RoutingPolicy
 from sluice.scheduling.tenancy.fair_shares import FairShares
@@ -68,66 +68,57 @@ def job_of(
     moved: bool = False,
 ) -> Job:
     """The query on ``rows``. ``kv_transfer_s``: from the end of its prompt on a prefill replica to
-    its first token elsewhere; ``None``: prefill replicas would serve it whole."""
-    moved = moved or query.brings_kv
+    its first token elsewhere; ``None``: prefill replicas would serve it whole.
+
+    Loading KV from the host takes no compute and delays only this prompt, so it counts only where
+    it is faster than computing the tokens."""
+    # The edge's count of the prompt is an estimate, too.
+    prompt, moved = float(query.prompt_tokens), moved or query.brings_kv
+    cached, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
     if moved:
-        cached = np.full(len(rows), max(0.0, query.prompt_tokens - 1.0))
-        work_s = work_on(fleet.pieces, rows, float(query.prompt_tokens), cached)
-        lead_s = np.zeros(len(rows))
+        cached += max(0.0, prompt - 1.0)
+        work_s, lead_s = work_on(fleet.pieces, rows, prompt, cached), np.zeros(len(rows))
     else:
-        cached, work_s, lead_s = prefill_of(fleet, query, rows)
-    due_s = first_due_s(query, now_s, output_tokens)
-    splits = np.zeros(len(rows), np.bool_)
+        if query.prefix:
+            cached = fleet.prefixes.cached_tokens(query.prefix, rows, prompt)
+        work_s, lead_s = prefill_on(fleet.figures, fleet.pieces, rows, prompt, cached)
+        if query.prefix and len(fleet.prefixes.hosted):
+            hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
+            loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
+            less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
+            pays = (loaded > 0) & (loaded * token_s + less_s < work_s)
+            cached[pays] += loaded[pays]
+            work_s[pays] = less_s[pays]
+            lead_s[pays] += (loaded * token_s)[pays]
     if query.brings_kv:
         lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
     if kv_transfer_s is not None:
         splits = fleet.are(rows, "prefill")
         lead_s[splits] = kv_transfer_s
-    return Job(query, now_s, rows, cached, work_s, due_s, output_tokens, lead_s, splits, moved)
+    ttft_s, tpot_s, e2e_s, priority = query.slo.columns
+    if e2e_s < inf:
+        ttft_s, tpot_s = paced(ttft_s, tpot_s, e2e_s, output_tokens)
+    return Job(
+        query, rows, cached, work_s, lead_s, splits, now_s, now_s - query.waited_s + ttft_s,
+        float(query.waited_s), tpot_s, priority, prompt, output_tokens, moved,
+    )  # fmt: skip
 
 
 def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) -> Reservation:
     """The reservation of a job at its replica number ``chosen``; ``ids`` are the replicas of all
     rows."""
-    query = job.query
     cached = float(job.cached_tokens[chosen])
-    new = max(1.0, query.prompt_tokens - cached)
-    later = later_of(query.slo.stages, 0) if query.slo.stages else NOTHING_LATER
-    return Reservation(
-        ids[job.rows[chosen]],
-        job.now_s,
-        promised,
-        new,
-        cached,
-        query.prompt_tokens if job.moved else new,
-        job.due_s,
-        job.tpot_s,
-        query.slo.columns[3],
-        job.output_tokens,
-        later_stages=later.stages,
-        later_tokens=later.tokens,
-    )
-
-
-def prefill_of(fleet: Fleet, query: RouteQuery, rows: Ints) -> tuple[Floats, Floats, Floats]:
-    """Of a prompt on each of ``rows``: tokens that need not be computed, time of its prefill, and
-    time before it to find and load KV, seconds. Loading takes no compute and delays only this
-    prompt, so it counts only where it is faster than computing the tokens."""
-    # The edge's count of the prompt is an estimate, too.
-    prompt = float(query.prompt_tokens)
-    cached = np.zeros(len(rows))
-    if query.prefix:
-        cached = np.minimum(fleet.prefixes.cached_tokens(query.prefix, rows), prompt)
-    work_s, load_s = work_on(fleet.pieces, rows, prompt, cached), fleet.figures[rows, KV_ANSWER_S]
-    if query.prefix and len(fleet.prefixes.hosted):
-        hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
-        loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
-        less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
-        pays = (loaded > 0) & (loaded * token_s + less_s < work_s)
-        cached[pays] += loaded[pays]
-        work_s[pays] = less_s[pays]
-        load_s[pays] += (loaded * token_s)[pays]
-    return cached, work_s, load_s
+    new = max(1.0, job.prompt_tokens - cached)
+    made = Reservation(
+        ids[job.rows[chosen]], job.now_s, promised, new, cached,
+        job.prompt_tokens if job.moved else new,
+        job.due_s, job.tpot_s, job.priority, job.output_tokens,
+    )  # fmt: skip
+    stages = job.query.slo.stages
+    if stages:
+        _, later_stages, later_tokens = later_of(stages, 0)
+        made = made._replace(later_stages=float(later_stages), later_tokens=float(later_tokens))
+    return made
 
 
 # An end-to-end time as a first token and a pace.
@@ -285,8 +276,6 @@ def _worth(asked: dict[int, Job], indexes: list[int]) -> float:
     return sum(asked[index].query.slo.priority for index in indexes)
 
 
-NOTHING_LATER = Later()
-
 MOST_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
 
@@ -327,16 +316,18 @@ class _Asked(NamedTuple):
 
 class _Tested(NamedTuple):
     """What replicas can promise. ``apart``: the job by the plan of each replica with margins of its
-    own, by its place in ``job``; ``over_share``: only the tenant's share forbids it."""
+    own, by its place in ``job``; ``able``: places in ``job`` that can promise it; ``over_share``:
+    only the tenant's share forbids it."""
 
     job: Job
     promises: Promises
     apart: dict[int, tuple[Job, SLO]]
-    able: bool
+    able: Ints
     over_share: bool = False
 
 
 _NONE_APART: dict[int, tuple[Job, SLO]] = {}
+_NOWHERE: Ints = np.empty(0, np.int64)
 
 
 class Placer:
@@ -362,7 +353,6 @@ class Placer:
         routing: chooses among the replicas that can promise the request; without admission, among
             all.
         admission: ``None``: nothing is promised, and only requests that ask for best effort get it.
-        on_decision: receives the inputs of each decision with at least one replica to choose.
         calibration: by how much earlier than due a promise is planned; ``None``: not earlier.
         lengths: observed output lengths; ``None``: none are known.
         cold_start: decides while a model has no replica; ``None``: it always has some."""
@@ -372,7 +362,6 @@ class Placer:
         fleet: Fleet,
         routing: RoutingPolicy,
         admission: AdmissionPolicy | None,
-        on_decision: Callable[[DecisionInputs], None] | None = None,
         calibration: Calibration | None = None,
         lengths: OutputLengths | None = None,
         cold_start: ColdStart | None = None,
@@ -380,7 +369,8 @@ class Placer:
         self._fleet = fleet
         self._routing = routing
         self._admission = admission
-        self._on_decision = on_decision
+        self.inputs: DecisionInputs | None = None
+        """The inputs of the last decision; ``None`` where there was no replica to choose."""
         self._calibration = calibration
         self._lengths = lengths if lengths is not None else OutputLengths()
         self.cold_start = cold_start
@@ -402,9 +392,10 @@ class Placer:
             (index, made.job)
             for index, query in enumerate(queries)
             if not query.moves_from
-            and self._promise_wanted(query) is not None
+            and Tier.GUARANTEED in query.tiers
+            and query.slo.stated
             and not isinstance(made := self._asked(query, now_s), RouteDecision)
-            and self._fleet.is_sound(int(made.job.rows[0]), now_s)
+            and self._fleet.may_promise
         )
         turn = self._routing.turn
         rows = plan(asked, self._fleet, admission, self._routing.choose_able)
@@ -415,6 +406,7 @@ class Placer:
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which promises it
         if it can (:meth:`order`)."""
+        self.inputs = None
         asked = self._asked(query, now_s, at)
         if isinstance(asked, RouteDecision):
             self.demand.arrived += asked.reason != DECLINED
@@ -425,8 +417,7 @@ class Placer:
         elif Tier.GUARANTEED not in query.tiers or self._admission is not None:
             decision = self._best_effort(job, second)
         else:
-            if self._on_decision is not None:
-                self._tell(job, None, self._ahead_s(job), second)
+            self._record(job, None, self._ahead_s(job), second)
             decision = self._place(job, self._choose(job, self._routing.choose), second)
         if decision.reason == DECLINED:  # it will be counted elsewhere
             return decision
@@ -444,7 +435,9 @@ class Placer:
             fleet.expire(now_s)
         # The replicas that may serve it.
         rows = fleet.candidates(now_s)
-        wanted = self._promise_wanted(query)
+        wanted: AdmissionPolicy | None = None
+        if Tier.GUARANTEED in query.tiers and query.slo.stated:
+            wanted = self._admission
         if query.only:
             rows = fleet.among(rows, query.only)
         if not len(rows):
@@ -466,8 +459,10 @@ class Placer:
         stated = planned = query.slo
         if wanted is not None and calibration is not None:
             planned = calibration.plan(stated, now_s)
-        if planned is not stated or planned.e2e_s is not None:
-            query = self._planned(query, planned, rows) if wanted is not None else query
+        if wanted is not None and planned.e2e_s is not None:
+            query = self._planned(query, planned, rows)
+        elif planned is not stated:
+            query = query._replace(slo=planned)
         # The decode replica, if two share the request.
         second: DecodeChoice | None = None
         if fleet.has_roles:
@@ -485,17 +480,11 @@ class Placer:
         job = job_of(fleet, query, rows, now_s, tokens, kv_transfer_s)
         if wanted is not None:
             worthier_s = self.demand.recent.worthier_s(
-                now_s, float(job.work_s.min()), job.due_s - now_s, stated.columns[3]
+                now_s, job.work_s, job.due_s - now_s, job.priority
             )
             if worthier_s > 0.0:
                 job = job._replace(worthier_s=worthier_s / among)
         return _Asked(job, second, wanted, stated, planned, among)
-
-    def _promise_wanted(self, query: RouteQuery) -> AdmissionPolicy | None:
-        """The admission policy for this request; ``None`` if it is not to be promised."""
-        if Tier.GUARANTEED not in query.tiers or not query.slo.stated:
-            return None
-        return self._admission
 
     def _planned(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
         """The query with the objective by which a promise is planned on ``rows``; an end-to-end
@@ -543,15 +532,14 @@ class Placer:
             if near is not None:
                 job = job.of(near)
         tested = self._tested(job, asked, admission)
-        if not tested.able and job is not asked.job:
+        if not len(tested.able) and job is not asked.job:
             tested = self._tested(asked.job, asked, admission)
         job, promises, apart = tested.job, tested.promises, tested.apart
-        if not tested.able:
+        if not len(tested.able):
             return self._unpromised(job, promises, second, tested.over_share)
-        self._tell(job, promises, None, second)
-        holds = promises.holds
-        (places,) = holds.nonzero()
-        able = job if len(places) == len(holds) else job.of(places)
+        self._record(job, promises, None, second)
+        places = tested.able
+        able = job if len(places) == len(job.rows) else job.of(places)
         chosen = int(places[self._choose(able, self._routing.choose_able, at)])
         ttft_s = float(promises.ttft_s[chosen])
         if chosen in apart:
@@ -581,20 +569,19 @@ class Placer:
             apart = self._set_apart(job, promises, admission, asked.stated, self._calibration)
         if second is not None:
             promises = together(job, promises, second)
-        elif not job.moved:
-            promises = promises._replace(ttft_s=promises.ttft_s + job.lead_s)
-        # Others than sound ones are among the candidates only where there are no sound ones.
-        if not promises.holds.any() or not fleet.is_sound(int(job.rows[0]), job.now_s):
-            return _Tested(job, promises, apart, able=False)
+        (able,) = promises.holds.nonzero()
+        if not len(able) or not fleet.may_promise:
+            return _Tested(job, promises, apart, _NOWHERE)
         # Each replica keeps its part of what is due.
         line_tokens = self.returns.kept_tokens(job.query, job.now_s) / asked.among
         reserve_tokens = self.shares.reserve_tokens(job.query.tenant, job.now_s)
         for tokens, over_share in ((line_tokens, False), (reserve_tokens, True)):
             if tokens > 0.0:
                 promises = self._with_room_left(job, promises, second, admission, tokens)
-                if not promises.holds.any():
-                    return _Tested(job, promises, apart, able=False, over_share=over_share)
-        return _Tested(job, promises, apart, able=True)
+                (able,) = promises.holds.nonzero()
+                if not len(able):
+                    return _Tested(job, promises, apart, able, over_share)
+        return _Tested(job, promises, apart, able)
 
     def _set_apart(
         self,
@@ -660,7 +647,7 @@ class Placer:
         if best_effort:
             placed = self._best_effort(job, second, promises)
             return placed._replace(over_share=True) if over_share else placed
-        self._tell(job, promises, None, second)
+        self._record(job, promises, None, second)
         decision = RouteDecision(None, UNATTAINABLE, over_share=over_share)
         if wait_s == inf:
             return decision
@@ -673,7 +660,7 @@ class Placer:
         self, job: Job, second: DecodeChoice | None, promises: Promises | None = None
     ) -> RouteDecision:
         ahead_s = self._ahead_s(job)
-        self._tell(job, promises, ahead_s, second)
+        self._record(job, promises, ahead_s, second)
         chosen = self._choose(job, lambda _job, _fleet: int(ahead_s.argmin()))
         return self._place(job, chosen, second, Tier.BEST_EFFORT)
 
@@ -685,16 +672,17 @@ class Placer:
         ahead_s: Floats = waiting_s + job.work_s + job.lead_s
         return ahead_s
 
-    def _tell(
+    def _record(
         self,
         job: Job,
         promises: Promises | None,
         ahead_s: Floats | None,
         second: DecodeChoice | None,
     ) -> None:
-        if self._on_decision is not None:
-            ids, untried, known = self._fleet.ids, self._fleet.untried, len(self._fleet.row_of)
-            self._on_decision(DecisionInputs(job, ids, known, promises, ahead_s, second, untried))
+        fleet = self._fleet
+        self.inputs = DecisionInputs(
+            job, fleet.ids, len(fleet.row_of), promises, ahead_s, second, fleet.untried
+        )
 
     def _choose(self, job: Job, choose: Callable[[Job, Fleet], int], at: int | None = None) -> int:
         """A place among the job's replicas: ``at``, else a quarantined one to be tried, which might

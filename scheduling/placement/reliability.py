@@ -46,18 +46,14 @@ _LEAST_S: Final = 0.001
 
 class Forecast(NamedTuple):
     """When a first token is expected, seconds from the decision on: ``predicted_s`` times each of
-    ``ratios``, at ``QUANTILES`` (``None``: too little is known). ``bound_s`` is infinite without a
+    ``ratios``, at ``QUANTILES`` (``None``: too little is known). ``median_s``: the time that half
+    of the requests keep; as predicted where that is unknown. ``bound_s`` is infinite without a
     promise."""
 
     predicted_s: float
-    ratios: tuple[float, ...] | None = None
-    bound_s: float = inf
-
-    @property
-    def median_s(self) -> float:
-        """The time that half of the requests keep, seconds; as predicted where that is unknown."""
-        ratio = 1.0 if self.ratios is None else self.ratios[_MEDIAN]
-        return min(self.predicted_s * ratio, self.bound_s)
+    median_s: float
+    ratios: tuple[float, ...] | None
+    bound_s: float
 
 
 class Curve:
@@ -101,25 +97,23 @@ class Reliability:
     def forecast(self, replica_id: str, predicted_s: float, bound_s: float = inf) -> Forecast:
         """What ``predicted_s`` at this replica means for a first token that is promised within
         ``bound_s``. ``O(1)``."""
-        forecast = Forecast(predicted_s, None, bound_s)
-        kind = _kind(forecast)
-        if kind is None:
-            return forecast
+        kind = _kind(predicted_s, bound_s) if self._windows else None
         for owner in (replica_id, None):
-            window = self._windows.get((owner, kind))
+            window = None if kind is None else self._windows.get((owner, kind))
             if window is not None and window.quantiles is not None:
                 most = bound_s / predicted_s
                 ratios = [
                     min(ratio, most) if share <= self._level else ratio
                     for share, ratio in zip(QUANTILES, window.quantiles, strict=True)
                 ]
-                return forecast._replace(ratios=tuple(ratios))
-        return forecast
+                median_s = min(predicted_s * ratios[_MEDIAN], bound_s)
+                return Forecast(predicted_s, median_s, tuple(ratios), bound_s)
+        return Forecast(predicted_s, min(predicted_s, bound_s), None, bound_s)
 
     def observe(self, replica_id: str, forecast: Forecast, observed_s: float) -> None:
         """A first token came after ``observed_s`` at this replica. The forecast is judged as it was
         made, and only then is anything learned. ``O(WINDOW)``."""
-        kind = _kind(forecast)
+        kind = _kind(forecast.predicted_s, forecast.bound_s)
         if kind is None:
             return
         ratio = max(0.0, observed_s) / forecast.predicted_s
@@ -159,9 +153,8 @@ _Kind = tuple[int, int | None]
 """The steps of four in which a prediction and its bound lie; ``None``: without one."""
 
 
-def _kind(forecast: Forecast) -> _Kind | None:
+def _kind(predicted_s: float, bound_s: float) -> _Kind | None:
     """What a forecast is like; ``None`` for a prediction that cannot be multiplied."""
-    predicted_s, _, bound_s = forecast
     if not 0.0 < predicted_s < inf:
         return None
     return _size(predicted_s), None if bound_s == inf else _size(bound_s)

@@ -96,7 +96,8 @@ class Line:
     def __init__(self, now_s: float) -> None:
         self.factor = 1.0
         self.showing = 0.5
-        self._places: dict[Hashable, _Place] = {}
+        self.places: dict[Hashable, _Place] = {}
+        """The reservations by name."""
         self._slots: dict[int, _Slot] = {}
         self._first = int(now_s / _SLOT_S)
         # Tokens of all reservations.
@@ -105,14 +106,10 @@ class Line:
         # Tokens guaranteed recently, and the time that they cover; silence counts little.
         self._promised = self._busy_s = 0.0
 
-    def __len__(self) -> int:
-        """Number of reservations."""
-        return len(self._places)
-
     def kept_tokens(self, name: Hashable, now_s: float) -> float:
         """Prompt tokens for which a new request must leave capacity: the expected tokens of near
         reservations. 0 for a request with a reservation."""
-        if self._find(name, now_s) is not None or not self._places:
+        if not self.places or self._find(name, now_s) is not None:
             return 0.0
         last = int((now_s + AHEAD_S) / _SLOT_S)
         slots = (self._slots.get(slot) for slot in range(self._first, last + 1))
@@ -121,7 +118,7 @@ class Line:
     def promised(self, name: Hashable, tokens: float, now_s: float) -> bool:
         """Record that a request of ``tokens`` was promised; return whether it had a
         reservation."""
-        place = self._find(name, now_s)
+        place = self._find(name, now_s) if self.places else None
         passed_s = min(now_s - self._counted_s, _MOST_GAP_S)
         left = exp(-passed_s / MEMORY_S)
         self._promised = self._promised * left + tokens
@@ -146,7 +143,7 @@ class Line:
         ahead_s = self.showing * self._waiting / rate if rate > 0.0 else 0.0
         after_s = max(self.factor * max(wait_s, ahead_s), LEAST_WAIT_S)
         due_s = now_s + min(after_s, HORIZON_S)
-        if len(self._places) < MOST_PLACES:
+        if len(self.places) < MOST_PLACES:
             self._join(name, _Place(due_s, prompt_tokens, tokens))
         return due_s - now_s, place is not None
 
@@ -160,7 +157,7 @@ class Line:
             for each in tuple(slot.names) if slot is not None else ():
                 self._missed(each)
         self._first = max(self._first, first)
-        place = self._places.get(name)
+        place = self.places.get(name)
         if place is not None and place.due_s < since_s:
             self._missed(name)
             return None
@@ -173,19 +170,19 @@ class Line:
     def _came(self, name: Hashable, held: bool) -> None:
         self._leave(name)
         self.showing += SHOWING * (1.0 - self.showing)
-        step = min(MOST_STEP, GAIN / max(1, len(self._places)))
+        step = min(MOST_STEP, GAIN / max(1, len(self.places)))
         factor = self.factor * exp(step * (LEVEL - held))
         self.factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
 
     def _join(self, name: Hashable, place: _Place) -> None:
-        self._places[name] = place
+        self.places[name] = place
         self._waiting += place.tokens
         slot = self._slots.setdefault(int(place.due_s / _SLOT_S), _Slot())
         slot.names.add(name)
         slot.prompt_tokens += place.prompt_tokens
 
     def _leave(self, name: Hashable) -> None:
-        place = self._places.pop(name)
+        place = self.places.pop(name)
         self._waiting -= place.tokens
         number = int(place.due_s / _SLOT_S)
         slot = self._slots[number]
@@ -207,25 +204,26 @@ class RetryAfter:
     def kept_tokens(self, query: RouteQuery, now_s: float) -> float:
         """Prompt tokens for which ``query`` must leave capacity; see :meth:`Line.kept_tokens`."""
         line = self._lines.get(query.tenant)
-        return line.kept_tokens(name_of(query), now_s) if line is not None and len(line) else 0.0
+        if line is None or not line.places:
+            return 0.0
+        return line.kept_tokens(name_of(query), now_s)
 
     def promised(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
         """Record that ``query`` is promised, with its expected output length."""
-        tokens = query.prompt_tokens + output_tokens
-        self.held += self._line(query.tenant, now_s).promised(name_of(query), tokens, now_s)
+        line = used(self._lines, query.tenant, partial(Line, now_s), MOST_TENANTS)
+        name = name_of(query) if line.places else None
+        self.held += line.promised(name, query.prompt_tokens + output_tokens, now_s)
 
     def refused(
         self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float
     ) -> float:
         """Time until a refused request should retry, seconds, at least ``LEAST_WAIT_S``. ``wait_s``
         is the predicted time until there is capacity without new arrivals."""
-        line, prompt = self._line(query.tenant, now_s), float(query.prompt_tokens)
+        line = used(self._lines, query.tenant, partial(Line, now_s), MOST_TENANTS)
+        prompt = float(query.prompt_tokens)
         told_s, came = line.refused(name_of(query), prompt, prompt + output_tokens, wait_s, now_s)
         self.missed += came
         return told_s
-
-    def _line(self, tenant: int, now_s: float) -> Line:
-        return used(self._lines, tenant, partial(Line, now_s), MOST_TENANTS)
 
 
 def name_of(query: RouteQuery) -> Hashable:

@@ -39,6 +39,7 @@ def warm_up_placement(
         RouteQuery(3, SLO(), 100, tiers=_BEST_EFFORT),
         RouteQuery(4, SLO(e2e_s=60.0), 100),
         RouteQuery(5, SLO.of_stages((Stage(1.0), Stage(1.0, prompt_tokens=10))), 100),
+        RouteQuery(6, SLO(ttft_s=1.0), 100, moves_from="0", brings_kv=True),
     ]
     placer.order(queries, 0.0)
     for query in queries:

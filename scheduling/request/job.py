@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from math import inf
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
@@ -102,13 +101,14 @@ def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
     return now_s - query.waited_s + paced(ttft_s, tpot_s, e2e_s, output_tokens)[0]
 
 
-Replicas = tuple[Ints, Floats, Floats, Floats, NDArray[np.bool_]]
-"""The replicas of a ``Job``, for compiled loops."""
+Numbers = tuple[
+    Ints, Floats, Floats, Floats, NDArray[np.bool_],
+    float, float, float, float, float, float, float, bool, float, float,
+]  # fmt: skip
+"""A ``Job`` for compiled loops: ``job[1:]``, all its fields after the query."""
 
-Stated = tuple[float, float, float, float, float, float, float, float, float, bool]
-"""The scalars of a ``Job`` and its query, for compiled loops."""
-
-_NO_STAGES: Floats = np.empty((0, 2))
+NO_LATER: Floats = np.empty((0, 2))
+"""The later stages (:attr:`Job.later`) of a request that states none."""
 
 
 class Job(NamedTuple):
@@ -123,42 +123,27 @@ class Job(NamedTuple):
         lead_s: ``float64[n]``, predicted time from the end of its prefill to its first token on the
             decode replica; of the transfer of a stream that moves; of loading KV from the host.
         splits: ``bool[n]``, whether each would compute only its prompt.
+        due_s: when its first token is due, so that the output also ends in time; infinite for none.
+        tpot_s: at which the output also meets its end-to-end objective; infinite for none.
         reserve_tokens: a promise must leave capacity for one more prompt of this length.
         worthier_s: work on each replica expected to come later, be due sooner and be worth more."""
 
     query: RouteQuery
-    now_s: float
     rows: Ints
     cached_tokens: Floats
     work_s: Floats
-    due_s: float
-    output_tokens: float
     lead_s: Floats
     splits: NDArray[np.bool_]
+    now_s: float
+    due_s: float
+    waited_s: float
+    tpot_s: float
+    priority: float
+    prompt_tokens: float
+    output_tokens: float
     moved: bool = False
     reserve_tokens: float = 0.0
     worthier_s: float = 0.0
-
-    @property
-    def tpot_s(self) -> float:
-        """The pace at which its output also meets its end-to-end objective; infinite for none."""
-        ttft_s, tpot_s, e2e_s, _ = self.query.slo.columns
-        return tpot_s if e2e_s == inf else paced(ttft_s, tpot_s, e2e_s, self.output_tokens)[1]
-
-    @property
-    def replicas(self) -> Replicas:
-        """See :data:`Replicas`."""
-        return self.rows, self.cached_tokens, self.work_s, self.lead_s, self.splits
-
-    @property
-    def stated(self) -> Stated:
-        """See :data:`Stated`."""
-        query = self.query
-        return (
-            self.now_s, self.due_s, float(query.waited_s), self.tpot_s, query.slo.columns[3],
-            float(query.prompt_tokens), self.output_tokens, self.reserve_tokens, self.worthier_s,
-            self.moved,
-        )  # fmt: skip
 
     @property
     def later(self) -> Floats:
@@ -166,7 +151,7 @@ class Job(NamedTuple):
         TTFT."""
         stages = self.query.slo.stages
         if not stages:
-            return _NO_STAGES
+            return NO_LATER
         found = [(s.prompt_tokens, s.paced()[0]) for s in stages[1:] if s.prompt_tokens]
         return np.array(found, np.float64).reshape(len(found), 2)
 

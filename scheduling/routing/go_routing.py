@@ -43,7 +43,7 @@ from sluice.scheduling.fleet.rows import (
     Prefill,
 )
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.request.job import Job, Replicas
+from sluice.scheduling.request.job import Job, Numbers
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.routing.base import RoutingPolicy
 
@@ -146,41 +146,19 @@ class GoRouting(RoutingPolicy):
     def __init__(self, options: GoRoutingOptions | None = None) -> None:
         options = options or GoRoutingOptions()
         super().__init__(options)
-        self._alpha = options.alpha
-        self._mu = options.mu
-        self._lambda = options.lambda_
+        self._shares = options.alpha, options.mu, options.lambda_
         self._gamma = options.gamma
         # Spreads load; not used for secrets.
         self._random = random.Random(options.seed) if options.fallback == "random" else None
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica by Algorithm 2."""
-        exec_s, with_s, delta = gains_of(job, fleet, self._gamma, own=True)
-        most = delta.max()
-        if most <= 0:
-            if self._random is not None:
-                return self._random.randrange(len(job.rows))
-            return int(np.argmin(exec_s))
-        ttft_s = job.due_s - job.now_s + job.query.waited_s
-        candidate = delta >= self._alpha * most
-        light = candidate & (exec_s < self._mu * ttft_s)
-        if light.any():
-            return int(np.argmin(np.where(light, exec_s, inf)))
-        room = candidate & (with_s <= self._lambda * ttft_s)
-        if room.any():
-            return int(np.argmax(np.where(room, exec_s, -inf)))
-        return int(np.argmin(np.where(candidate, exec_s, inf)))
-
-
-def gains_of(
-    job: Job, fleet: Fleet, gamma: float = 1.0, own: bool = False
-) -> tuple[Floats, Floats, Floats]:
-    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of a job, see ``GoRouting``.
-    ``own``: by each replica's local order and with best-effort requests; else by SlideBatching's,
-    without."""
-    asked = job.now_s, job.due_s, job.tpot_s, job.query.slo.columns[3]
-    found: tuple[Floats, Floats, Floats] = gains(fleet.arrays, job.replicas, asked, gamma, own)
-    return found
+        chosen: int = choose(fleet.arrays, job[1:], self._shares, self._gamma)
+        if chosen >= 0:
+            return chosen
+        if self._random is not None:
+            return self._random.randrange(len(job.rows))
+        return -1 - chosen
 
 
 class QueueTime(NamedTuple):
@@ -194,17 +172,41 @@ class QueueTime(NamedTuple):
 
 
 @compiled
+def choose(
+    fleet: FleetArrays, job: Numbers, shares: tuple[float, float, float], gamma: float
+) -> int:
+    """The place of the replica by Algorithm 2; where none gains, ``-1`` less the idlest one's.
+    ``shares``: ``alpha``, ``mu`` and ``lambda``."""
+    alpha, mu, lambda_ = shares
+    exec_s, with_s, delta = gains(fleet, job, gamma, True)
+    most = delta.max()
+    if most <= 0.0:
+        return -1 - int(np.argmin(exec_s))
+    ttft_s = job[6] - job[5] + job[7]
+    light = fullest = idlest = -1
+    for place in range(exec_s.shape[0]):
+        if delta[place] < alpha * most:
+            continue
+        own_s = exec_s[place]
+        if own_s < mu * ttft_s and (light < 0 or own_s < exec_s[light]):
+            light = place
+        if with_s[place] <= lambda_ * ttft_s and (fullest < 0 or own_s > exec_s[fullest]):
+            fullest = place
+        if idlest < 0 or own_s < exec_s[idlest]:
+            idlest = place
+    if light >= 0:
+        return light
+    return fullest if fullest >= 0 else idlest
+
+
+@compiled
 def gains(
-    fleet: FleetArrays,
-    replicas: Replicas,
-    asked: tuple[float, float, float, float],
-    gamma: float,
-    own: bool,
+    fleet: FleetArrays, job: Numbers, gamma: float, own: bool
 ) -> tuple[Floats, Floats, Floats]:
-    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each of ``replicas``. ``asked``: the
-    time, and when the request is due, its TPOT and its priority."""
-    rows, _, work_s, lead_s, splits = replicas
-    now_s, job_due_s, job_tpot_s, priority = asked
+    """``exec(Q)``, ``exec(Q + r)`` and ``delta`` of each replica of ``job``, see ``GoRouting``.
+    ``own``: by each replica's local order and with best-effort requests; else by SlideBatching's,
+    without."""
+    rows, _, work_s, lead_s, splits, now_s, job_due_s, _, job_tpot_s, priority = job[:10]
     count = rows.shape[0]
     exec_s, with_s, delta = np.empty(count), np.empty(count), np.empty(count)
     figures, _, starts, prefills, _, lent = fleet

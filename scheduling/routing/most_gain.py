@@ -1,18 +1,20 @@
 """The default: among the replicas of about the maximum gain, the one whose queue is done first."""
 
-from __future__ import annotations
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
 
-from math import inf
+from __future__ import annotations
 
 import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import DECODE_SHARES, LEAST_RATE, PREFILL_S
+from sluice.scheduling.fleet.rows import DECODE_SHARES, LEAST_RATE, PREFILL_S, FleetArrays
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.job import Job, Numbers
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
-from sluice.scheduling.routing.base import Job, RoutingPolicy
-from sluice.scheduling.routing.go_routing import gains_of
+from sluice.scheduling.routing.base import RoutingPolicy
+from sluice.scheduling.routing.go_routing import gains
 
 NEAREST = 64
 """How many replicas of a larger fleet are tested first."""
@@ -64,12 +66,21 @@ class MostGain(RoutingPolicy):
 
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The candidate that is done first."""
-        _, with_s, delta = gains_of(job, fleet)
-        with_s += job.lead_s
-        most = delta.max()
-        if most <= 0:
-            return int(with_s.argmin())
-        return int(np.where(delta >= self._alpha * most, with_s, inf).argmin())
+        return int(choose(fleet.arrays, job[1:], self._alpha))
+
+
+@compiled
+def choose(fleet: FleetArrays, job: Numbers, alpha: float) -> int:
+    """The place of the candidate that is done first; of all, if none gains."""
+    _, done_s, delta = gains(fleet, job, 1.0, False)
+    done_s += job[3]
+    least = alpha * delta.max()
+    chosen = -1
+    for place in range(delta.shape[0]):
+        able = least <= 0.0 or delta[place] >= least
+        if able and (chosen < 0 or done_s[place] < done_s[chosen]):
+            chosen = place
+    return chosen
 
 
 @compiled

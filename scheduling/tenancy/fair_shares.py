@@ -72,6 +72,16 @@ class _Charge(NamedTuple):
     made_s: float
 
 
+class _Tenant:
+    """Tokens that a tenant asked for and was promised, and the weight of its latest request."""
+
+    __slots__ = ("asked", "promised", "weight")
+
+    def __init__(self) -> None:
+        self.asked = self.promised = 0.0
+        self.weight = 1.0
+
+
 class FairShares:
     """Counts what tenants ask and are promised, and which must leave capacity to others. Times are
     seconds on one monotonic clock of the caller's.
@@ -80,15 +90,10 @@ class FairShares:
     that replaces another one."""
 
     def __init__(self, most_tenants: int = MOST_TENANTS, most_keys: int = MOST_KEYS) -> None:
-        self._most_keys = most_keys
-        self._slots: dict[int, int] = {}
-        self._tenants = [0] * most_tenants
-        self._free = list(range(most_tenants - 1, -1, -1))
+        self._most_tenants, self._most_keys = most_tenants, most_keys
         # Tokens of the past weigh less, so they are counted in a unit that shrinks: what comes is
         # multiplied by a factor that grows, and all are compared as they are.
-        self._weights: Floats = np.zeros(most_tenants)
-        self._asked: Floats = np.zeros(most_tenants)
-        self._promised: Floats = np.zeros(most_tenants)
+        self._tenants: dict[int, _Tenant] = {}
         self._total = 0.0
         self._unit_s = 0.0
         # The water level per weight, over all that is guaranteed.
@@ -104,16 +109,16 @@ class FairShares:
 
     def __len__(self) -> int:
         """Number of tracked tenants."""
-        return len(self._slots)
+        return len(self._tenants)
 
     def reserve_tokens(self, tenant: int, now_s: float) -> float:
         """Prompt tokens for which there must be capacity beside a new promise to ``tenant``; 0
         for a tenant that is not over its share."""
-        slot = self._slots.get(tenant)
-        if slot is None or self._reserve <= 0.0:
+        if self._reserve <= 0.0 or tenant not in self._tenants:
             return 0.0
         self._refresh(now_s)
-        if self._promised[slot] <= self._share(slot):
+        own = self._tenants[tenant]
+        if own.promised <= self._share(own):
             return 0.0
         reserve = self._reserve * self._fading(now_s)
         return reserve if reserve >= 1.0 else 0.0
@@ -121,15 +126,16 @@ class FairShares:
     def promise(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
         """A request is promised its objective; its output is expected to be so long."""
         tokens = query.prompt_tokens + output_tokens
-        scale, slot = self._scale(now_s), self._slot(query)
-        if len(self._slots) > 1:
-            self._learn(slot, query.prompt_tokens, now_s, refused=False)
+        own = self._tenant(query, now_s)
+        scaled = tokens * exp((now_s - self._unit_s) / WINDOW_S)
+        if len(self._tenants) > 1:
+            self._learn(own, query.prompt_tokens, now_s, refused=False)
         if self._refused.pop(query.key, self) is self:
-            self._asked[slot] += tokens * scale
-        self._promised[slot] += tokens * scale
+            own.asked += scaled
+        own.promised += scaled
         # It may have asked long ago, for fewer.
-        self._asked[slot] = max(self._asked[slot], self._promised[slot])
-        self._total += tokens * scale
+        own.asked = max(own.asked, own.promised)
+        self._total += scaled
         self._charges[query.key] = _Charge(query.tenant, tokens, now_s)
         if len(self._charges) > self._most_keys:
             self._bound(self._charges)
@@ -140,12 +146,13 @@ class FairShares:
         """A request is not promised its objective. ``again``: it may ask again under its key, which
         then counts as no new one. ``over_share``: there was room for it, but not for the reserve as
         well."""
-        scale, slot = self._scale(now_s), self._slot(query)
-        if not over_share and len(self._slots) > 1:
-            self._learn(slot, query.prompt_tokens, now_s, refused=True)
+        own = self._tenant(query, now_s)
+        if not over_share and len(self._tenants) > 1:
+            self._learn(own, query.prompt_tokens, now_s, refused=True)
         if query.key in self._refused:
             return
-        self._asked[slot] += (query.prompt_tokens + output_tokens) * scale
+        scale = exp((now_s - self._unit_s) / WINDOW_S)
+        own.asked += (query.prompt_tokens + output_tokens) * scale
         if again:
             self._refused[query.key] = None
             self._bound(self._refused)
@@ -154,29 +161,29 @@ class FairShares:
         """A promised request has ended, or was abandoned, after ``tokens``: its promise now
         counts as ``tokens``. Unknown keys are ignored."""
         charge = self._charges.pop(key, None)
-        slot = None if charge is None else self._slots.get(charge.tenant)
-        if charge is None or slot is None:
+        own = None if charge is None else self._tenants.get(charge.tenant)
+        if charge is None or own is None:
             return
         # As if known from the start: an old guarantee counts little, and so does its correction.
         change = (tokens - charge.tokens) * exp((charge.made_s - self._unit_s) / WINDOW_S)
-        change = max(change, -float(self._promised[slot]))
-        self._promised[slot] += change
-        self._asked[slot] = max(self._asked[slot] + change, self._promised[slot])
+        change = max(change, -own.promised)
+        own.promised += change
+        own.asked = max(own.asked + change, own.promised)
         self._total += change
 
-    def _share(self, slot: int) -> float:
+    def _share(self, own: _Tenant) -> float:
         """What a tenant may be promised before it must leave room, as its promises are
         counted."""
         if self._level == inf:
             return inf
-        return float(self._weights[slot]) * self._level * self._total
+        return own.weight * self._level * self._total
 
-    def _learn(self, slot: int, prompt_tokens: int, now_s: float, refused: bool) -> None:
+    def _learn(self, own: _Tenant, prompt_tokens: int, now_s: float, refused: bool) -> None:
         """Learn the reserve from a request of a tenant that is short of its share, if it is; of a
         single tenant all is its own."""
         self._refresh(now_s)
-        share = self._share(slot)
-        if share == inf or self._promised[slot] >= SHORT * share:
+        share = self._share(own)
+        if share == inf or own.promised >= SHORT * share:
             return
         self._usual += (_SMOOTHING if self._usual else 1.0) * (prompt_tokens - self._usual)
         # This seeks the reserve with which ``REFUSED`` of their prompts, by length, find no room.
@@ -196,27 +203,22 @@ class FairShares:
         if now_s - self._refreshed_s < REFRESH_S:
             return
         self._refreshed_s = now_s
-        slots = np.fromiter(self._slots.values(), np.int64, len(self._slots))
-        self._total = float(self._promised[slots].sum())
-        level = water_level(self._asked[slots], self._weights[slots], self._total)
+        tenants = self._tenants.values()
+        self._total = float(np.array([each.promised for each in tenants]).sum())
+        asked = np.array([each.asked for each in tenants])
+        weights = np.array([each.weight for each in tenants])
+        level = water_level(asked, weights, self._total)
         self._level = level / self._total if self._total > 0.0 else inf
-
-    def _scale(self, now_s: float) -> float:
-        """The factor of what comes now."""
-        windows = (now_s - self._unit_s) / WINDOW_S
-        if windows > _OLDEST:
-            self._new_unit(now_s, exp(-windows))
-            windows = 0.0
-        return exp(windows)
 
     def _new_unit(self, now_s: float, factor: float) -> None:
         """Count in the unit of now. Drop tenants that have not asked for long, and requests as
         old: the end of some is never reported, for example if their replica died."""
-        for counts in (self._asked, self._promised):
-            counts *= factor
+        for own in self._tenants.values():
+            own.asked *= factor
+            own.promised *= factor
         self._total *= factor
         self._unit_s = now_s
-        for tenant in [own for own, slot in self._slots.items() if self._asked[slot] < 1e-3]:
+        for tenant in [name for name, own in self._tenants.items() if own.asked < 1e-3]:
             self._forget(tenant)
         since_s = now_s - _OLDEST * WINDOW_S
         self._charges = {
@@ -224,22 +226,20 @@ class FairShares:
         }
         self._refused.clear()
 
-    def _slot(self, query: RouteQuery) -> int:
-        """Where its tenant is counted."""
-        slot = self._slots.get(query.tenant)
-        if slot is None:
-            if not self._free:
-                self._forget(self._tenants[int(np.argmin(self._asked))])
-            slot = self._slots[query.tenant] = self._free.pop()
-            self._tenants[slot] = query.tenant
-        self._weights[slot] = query.weight
-        return slot
+    def _tenant(self, query: RouteQuery, now_s: float) -> _Tenant:
+        windows = (now_s - self._unit_s) / WINDOW_S
+        if windows > _OLDEST:
+            self._new_unit(now_s, exp(-windows))
+        own = self._tenants.get(query.tenant)
+        if own is None:
+            if len(self._tenants) >= self._most_tenants:
+                self._forget(min(self._tenants, key=lambda each: self._tenants[each].asked))
+            own = self._tenants[query.tenant] = _Tenant()
+        own.weight = query.weight
+        return own
 
     def _forget(self, tenant: int) -> None:
-        slot = self._slots.pop(tenant)
-        self._total -= float(self._promised[slot])
-        self._asked[slot] = self._promised[slot] = 0.0
-        self._free.append(slot)
+        self._total -= self._tenants.pop(tenant).promised
 
     def _bound(self, remembered: dict[int, _Charge] | dict[int, None]) -> None:
         if len(remembered) > self._most_keys:

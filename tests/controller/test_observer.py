@@ -16,7 +16,7 @@ from sluice.controller.observability.readings import AT_ONCE
 from sluice.controller.observability.recent_decisions import DECISION_BUCKETS_S, Counters
 from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import MetricSample, MetricsPush
-from sluice.scheduling.request.job import PLACED
+from sluice.scheduling.request.job import PLACED, RouteDecision
 from tests.controller.fleet import Clock, hello, query
 from tests.controller.observed import ObservedController
 from tests.controller.pushes import newer_push
@@ -173,9 +173,9 @@ async def test_the_names_of_its_own_families_are_those_that_it_writes() -> None:
 def test_decisions_are_counted_by_outcome_and_duration() -> None:
     counters = Counters()
     for seconds in (DECISION_BUCKETS_S[0], 0.00002, 1.0):
-        counters.decided(PLACED, seconds)
+        counters.decided(RouteDecision("a", PLACED), seconds)
     before = counters.read()
-    counters.decided(PLACED, 1.0)
+    counters.decided(RouteDecision("a", PLACED), 1.0)
     assert before.decisions[PLACED] == 3
     assert (before.buckets[0], before.buckets[1], before.buckets[-1]) == (1, 1, 1)
     assert sum(before.buckets) == 3

@@ -54,11 +54,9 @@ async def test_questions_are_looked_for_after_each_part_of_the_reports() -> None
 
 async def test_reports_get_as_much_time_as_decisions() -> None:
     taken = Taken()
-    taken.queue.decided(100 * TURN_S)  # while none waited
     taken.add(*range(9))
     assert await taken.turns(1) == [1]
-    taken.queue.decided(3 * TURN_S)
-    taken.queue.decided(2 * TURN_S)
+    taken.queue.owed_s += 5 * TURN_S  # of decisions meanwhile
     assert await taken.turns(3) == [6, 7, 8]
 
 

@@ -13,6 +13,7 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.fleet.state import ROW, RUNNING, WAITING
 from sluice.scheduling.fleet.transfer import NO_TRANSFERS, Transfers
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 from sluice.scheduling.routing import Job, RouteQuery
@@ -97,4 +98,10 @@ def job(fleet: Fleet, query: RouteQuery = QUERY, now_s: float = 0.0, cached: flo
     due_s = now_s - query.waited_s + query.slo.columns[0]
     output = min(256.0, query.output_tokens or inf)
     nowhere = np.zeros(len(rows), bool)
-    return Job(query, now_s, rows, tokens, work_s, due_s, output, np.zeros(len(rows)), nowhere)
+    _, tpot_s, e2e_s, priority = query.slo.columns
+    if e2e_s < inf:
+        _, tpot_s = paced(*query.slo.columns[:3], output)
+    return Job(
+        query, rows, tokens, work_s, np.zeros(len(rows)), nowhere, now_s, due_s,
+        float(query.waited_s), tpot_s, priority, float(query.prompt_tokens), output,
+    )  # fmt: skip

@@ -164,14 +164,14 @@ def test_who_is_below_its_share_is_never_held_back(
         else:
             shares.refuse(asked, 10.0, now_s, again=key > 4, over_share=what == "deny")
         now_s += 2 * REFRESH_S
-        slots = dict(shares._slots)
-        promised = {one: float(shares._promised[slot]) for one, slot in slots.items()}
-        claims = np.array([float(shares._asked[slot]) for slot in slots.values()])
-        weights = np.array([1.0 + one % 3 for one in slots])
+        known = dict(shares._tenants)
+        promised = {one: own.promised for one, own in known.items()}
+        claims = np.array([own.asked for own in known.values()])
+        weights = np.array([1.0 + one % 3 for one in known])
         assert min(promised.values(), default=0.0) >= 0.0
         assert all(claims >= np.array(list(promised.values())) * (1 - 1e-9))
         level = water_level(claims, weights, sum(promised.values()))
-        for one in slots:
+        for one in known:
             reserve = shares.reserve_tokens(one, now_s)
             assert 0.0 <= reserve < inf
             if promised[one] <= SHORT * (1.0 + one % 3) * level:
@@ -201,16 +201,16 @@ def test_requests_that_are_never_heard_of_again_are_forgotten() -> None:
     shares.promise(query(1, 999), 1.0, 1_000.0)
     assert list(shares._charges) == [999] and not shares._refused
     shares.settle(0, 1_000.0)
-    assert shares._promised[shares._slots[1]] == pytest.approx(101.0)
+    assert shares._tenants[1].promised == pytest.approx(101.0)
 
 
 def test_of_too_many_tenants_the_one_that_asked_for_least_is_forgotten() -> None:
     shares = FairShares(most_tenants=3)
     for tenant, tokens in ((1, 300), (2, 100), (3, 200), (4, 50)):
         shares.promise(query(tenant, tenant, tokens), 1.0, 0.0)
-    assert sorted(shares._slots) == [1, 3, 4]
+    assert sorted(shares._tenants) == [1, 3, 4]
     shares.promise(query(5, 5), 1.0, 0.0)
-    assert sorted(shares._slots) == [1, 3, 5]
+    assert sorted(shares._tenants) == [1, 3, 5]
 
 
 def test_a_request_that_asks_again_counts_once() -> None:
@@ -220,7 +220,7 @@ def test_a_request_that_asks_again_counts_once() -> None:
         shares.refuse(query(1, 7), 0.0, 0.1 * step, again=True, over_share=False)
     shares.promise(query(1, 7), 0.0, 1.0)
     # As of the time of the promise, in the unit of the first second.
-    assert shares._asked[shares._slots[1]] == pytest.approx(100.0 * np.exp(0.1))
+    assert shares._tenants[1].asked == pytest.approx(100.0 * np.exp(0.1))
 
 
 def test_a_promise_counts_as_long_as_its_answer_was() -> None:
@@ -231,7 +231,7 @@ def test_a_promise_counts_as_long_as_its_answer_was() -> None:
     shares.settle(2, 1_100.0)
     shares.settle(3, 7.0)
     counted = 100.0 + 1_100.0 * np.exp(0.5)
-    assert shares._promised[shares._slots[1]] == pytest.approx(counted)
+    assert shares._tenants[1].promised == pytest.approx(counted)
     assert shares._total == pytest.approx(counted)
 
 

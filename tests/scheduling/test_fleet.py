@@ -302,11 +302,11 @@ def test_a_quarantined_replica_is_chosen_only_where_no_other_is_left() -> None:
     fleet.report("0", report(), 0.0)
     assert rows_of(fleet) == ["1"]
     assert fleet.condition(fleet.row_of["0"], 0.0) == "quarantined"
-    assert [fleet.is_sound(row, 0.0) for row in (0, 1)] == [False, True]
+    assert fleet.may_promise
     assert fleet.capacity(0.0).tolist() == [1]
     fleet.report("0", report(), 1.5)
     assert fleet.candidates(1.5).tolist() == [1], "one that is merely late is better"
-    assert not fleet.is_sound(1, 1.5)
+    assert not fleet.may_promise
     assert fleet.candidates(2.5).tolist() == [0], "and one that hangs is better than none"
     assert fleet.capacity(2.5).tolist() == []
     fleet.quarantine("1")
@@ -327,7 +327,7 @@ def test_one_that_is_to_be_tried_is_a_candidate_but_no_capacity() -> None:
     fleet = fleet_of(report(), report())
     fleet.quarantine("0", untried=True)
     assert rows_of(fleet) == ["0", "1"] and fleet.untried == {0}
-    assert fleet.condition(0, 0.0) == "quarantined" and fleet.is_sound(0, 0.0)
+    assert fleet.condition(0, 0.0) == "quarantined" and fleet.may_promise
     assert fleet.capacity(0.0).tolist() == [1]
     fleet.quarantine("0")
     assert rows_of(fleet) == ["1"] and not fleet.untried

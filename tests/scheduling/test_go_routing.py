@@ -14,10 +14,11 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.local_orders import ARRIVAL, BY_PRIORITY, DEADLINE, SHORTEST, SLIDE
 from sluice.scheduling.fleet.report import Reservation
 from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES, RouteQuery, make_policy
 from sluice.scheduling.routing.base import Job
-from sluice.scheduling.routing.go_routing import gains_of
+from sluice.scheduling.routing.go_routing import gains
 from tests.scheduling.fleets import fleet_of, job, report, row
 
 SOON = SLO(ttft_s=0.5)
@@ -85,6 +86,11 @@ def test_what_nobody_has_reported_yet_counts_in_full() -> None:
     fleet = fleet_of(report(), report(waiting(1_000), made_s=0.3))
     fleet.reserve(1, reservation("0", 3_000, 1.0))
     assert choose(fleet, ask(), now_s=0.3, mu=1.0, **{"lambda": 1.0}) == 1
+
+
+def gains_of(asked: Job, fleet: Fleet, own: bool = False) -> tuple[Floats, Floats, Floats]:
+    found: tuple[Floats, Floats, Floats] = gains(fleet.arrays, asked[1:], 1.0, own)
+    return found
 
 
 def test_decodes_lengthen_a_queue() -> None:

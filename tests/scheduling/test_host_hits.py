@@ -8,7 +8,7 @@ import pytest
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.prefix import HELD
-from sluice.scheduling.placement.placer import Placer, prefill_of
+from sluice.scheduling.placement.placer import Placer, job_of
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
@@ -47,11 +47,11 @@ def placed(fleet: Fleet, routing: str = "most_gain", ttft_s: float = 1.0) -> Rou
 
 def test_what_is_loaded_takes_time_and_no_compute() -> None:
     fleet = fleet_with({}, ALL_IN_HOST, HOST, GPU, {8: (HIT, SLOW_S)})
-    cached, work_s, load_s = prefill_of(fleet, query(), np.arange(5))
-    assert cached.tolist() == [0, HIT, HIT, HIT, 0]
-    assert load_s == pytest.approx([0, HIT * FAST_S, (HIT - 400) * FAST_S, 0, 0])
+    made = job_of(fleet, query(), np.arange(5), 0.0, 1.0)
+    assert made.cached_tokens.tolist() == [0, HIT, HIT, HIT, 0]
+    assert made.lead_s == pytest.approx([0, HIT * FAST_S, (HIT - 400) * FAST_S, 0, 0])
     rest_s, all_s = MODEL.work_s(PROMPT - HIT, HIT), MODEL.work_s(PROMPT, 0)
-    assert work_s == pytest.approx([all_s, rest_s, rest_s, rest_s, all_s])
+    assert made.work_s == pytest.approx([all_s, rest_s, rest_s, rest_s, all_s])
 
 
 @pytest.mark.parametrize("routing", ["most_gain", "least_work"])

@@ -12,7 +12,7 @@ from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.placement.calibration import PRIOR, Calibration
 from sluice.scheduling.placement.output_lengths import LengthRange, OutputLengths
-from sluice.scheduling.placement.placer import DecisionInputs, Placer, shared_out
+from sluice.scheduling.placement.placer import Placer, shared_out
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import make_policy as make_routing
@@ -29,7 +29,7 @@ def placer(
     calibration: Calibration | None = None,
 ) -> Placer:
     made = make_admission(admission)
-    return Placer(fleet, make_routing("least_tokens"), made, None, calibration, lengths)
+    return Placer(fleet, make_routing("least_tokens"), made, calibration, lengths)
 
 
 def query(slo: SLO, key: int = 1, prompt: int = 1_000, most: int = 0) -> RouteQuery:
@@ -73,7 +73,7 @@ def test_learned_lengths_move_the_decision() -> None:
     assert placer(fleet_of(report()), lengths=of(*[50] * 100)).place(asked, 0.0).planned
     # One in twenty is long, and that is what a promise of 99 in 100 must hold.
     mixed = of(*[*[50] * 19, 800] * 10)
-    assert mixed.expected("standard").mean < 100
+    assert mixed.of(RouteQuery(1, SLO(), 1)).mean < 100
     assert placer(fleet_of(report()), lengths=mixed).place(asked, 0.0).tier is None
     assert placer(fleet_of(report()), lengths=mixed).place(query(SLO(e2e_s=3.0), most=60), 0.0).tier
     stated = OutputLengths(0.99, {"standard": LengthRange(10, 60)})
@@ -133,12 +133,12 @@ def test_of_unlike_replicas_the_shares_are_those_of_the_first_to_end() -> None:
 
 def test_where_the_time_is_ample_a_busier_replica_may_serve_it_too() -> None:
     busy = report(row(SLO(30.0, 0.1), 4_000))
-    seen: list[DecisionInputs] = []
     fleet = fleet_of(busy, report())
     admission = make_admission("moore_hodgson")
-    deciding = Placer(fleet, make_routing("least_tokens"), admission, seen.append)
+    deciding = Placer(fleet, make_routing("least_tokens"), admission)
     deciding.place(query(SLO(e2e_s=60.0), prompt=100), 0.0)
-    assert seen[0].promises is not None and seen[0].promises.holds.all()
+    seen = deciding.inputs
+    assert seen is not None and seen.promises is not None and seen.promises.holds.all()
 
 
 TIMES = st.one_of(st.none(), st.floats(0.001, 100.0))

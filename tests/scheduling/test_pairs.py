@@ -15,7 +15,7 @@ from sluice.scheduling.admission.base import TRANSFER_STEPS
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Report, Reservation
-from sluice.scheduling.placement.placer import DecisionInputs, Placer
+from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.job import PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import ROLES, Role
@@ -214,12 +214,11 @@ def test_one_that_asks_again_and_goes_elsewhere_leaves_nothing_behind() -> None:
 
 
 def test_the_witness_sees_both_sides() -> None:
-    seen: list[DecisionInputs] = []
     fleet = roles("mixed", "prefill", "decode", "decode")
-    Placer(fleet, make_routing("least_work"), make_admission("pab"), seen.append).place(
-        query(), 0.0
-    )
-    (weighed,) = seen
+    decides = Placer(fleet, make_routing("least_work"), make_admission("pab"))
+    decides.place(query(), 0.0)
+    weighed = decides.inputs
+    assert weighed is not None
     assert [weighed.ids[at] for at in weighed.job.rows] == ["0", "1"]
     assert weighed.job.splits.tolist() == [False, True]
     assert weighed.second is not None
@@ -306,13 +305,13 @@ def test_a_pair_that_promises_is_one_of_which_both_can(
 ) -> None:
     slo, prompt, _, _ = asked
     fleet = fleet_of(*there)
-    seen: list[DecisionInputs] = []
     admission = make_admission("moore_hodgson")
-    decides = Placer(fleet, make_routing("most_gain"), admission, seen.append)
+    decides = Placer(fleet, make_routing("most_gain"), admission)
     made = decides.place(query(1, slo, prompt), 0.0)
     if made.prefill_id is None or made.tier is not Tier.GUARANTEED:
         return
-    (weighed,) = seen
+    weighed = decides.inputs
+    assert weighed is not None
     second = weighed.second
     assert second is not None
     assert second.promises is not None

@@ -8,7 +8,7 @@ from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.placement.calibration import PRIOR, Calibration
-from sluice.scheduling.placement.placer import DecisionInputs, Placer
+from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, UNATTAINABLE, RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
@@ -79,12 +79,13 @@ def test_slos_serve_tests_so_many_replicas_in_turn_and_no_others() -> None:
     def decide(
         hops: int, headroom: float = 0.05, requests: int = 5
     ) -> list[tuple[str | None, bool]]:
-        seen: list[DecisionInputs] = []
         routing = make_routing("slos_serve", {"hops": hops})
         admission = make_admission("slos_serve", {"headroom": headroom})
-        decides = Placer(fleet, routing, admission, seen.append)
-        made = [decides.place(query(key=key, prompt=100), 0.0) for key in range(requests)]
-        assert all(len(each.job.rows) == hops for each in seen)
+        decides = Placer(fleet, routing, admission)
+        made = []
+        for key in range(requests):
+            made.append(decides.place(query(key=key, prompt=100), 0.0))
+            assert decides.inputs is not None and len(decides.inputs.job.rows) == hops
         fleet.release(range(requests))
         return [(each.replica_id, each.tier is Tier.GUARANTEED) for each in made]
 
@@ -165,21 +166,23 @@ def test_decisions_are_those_of_the_promised_alone_and_the_same_again(
 
 
 def test_the_witness_sees_what_each_decision_is_made_from() -> None:
-    seen: list[DecisionInputs] = []
     fleet = fleet_of(report(), report(row(EASY, 60_000, key=9)))
-    decider = Placer(
-        fleet, make_routing("least_tokens"), make_admission("moore_hodgson"), seen.append
-    )
+    decider = Placer(fleet, make_routing("least_tokens"), make_admission("moore_hodgson"))
     assert decider.place(query(EASY), 0.0).replica_id == "0"
-    (first,) = seen
+    first = decider.inputs
+    assert first is not None
     assert first.promises is not None and first.promises.holds.tolist() == [True, False]
     assert first.ahead_s is None and first.known == 2
     assert [first.ids[at] for at in first.job.rows] == ["0", "1"]
-    assert decider.place(query(HARD, 2), 0.0).tier is Tier.BEST_EFFORT
-    assert decider.place(query(HARD, 3, tiers=PROMISED), 0.0).replica_id is None
-    assert decider.place(query(SLO(), 4), 0.0).tier is Tier.BEST_EFFORT
-    asked = [(each.promises is not None, each.ahead_s is not None) for each in seen[1:]]
-    assert asked == [(True, True), (True, False), (False, True)]
+    for asked, tier, promises, ahead in (
+        (query(HARD, 2), Tier.BEST_EFFORT, True, True),
+        (query(HARD, 3, tiers=PROMISED), None, True, False),
+        (query(SLO(), 4), Tier.BEST_EFFORT, False, True),
+    ):
+        assert decider.place(asked, 0.0).tier is tier
+        seen = decider.inputs
+        assert seen is not None
+        assert (seen.promises is not None, seen.ahead_s is not None) == (promises, ahead)
 
 
 # Many replicas: the nearest are tested first.
@@ -189,19 +192,19 @@ def test_where_none_of_the_nearest_can_guarantee_the_others_are_tested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(most_gain, "NEAREST", 2)
-    seen: list[DecisionInputs] = []
     busy = row(EASY, 1_000, key=9)
     full, behind = report(free_blocks=0), report(busy)
     admission = make_admission("moore_hodgson")
     fleet = fleet_of(behind, full, report(), behind)
-    decider = Placer(fleet, make_routing("most_gain"), admission, seen.append)
+    decider = Placer(fleet, make_routing("most_gain"), admission)
     # An idle replica is among the nearest two; the next request finds both of these full.
     assert decider.place(query(), 0.0).replica_id == "2"
+    assert decider.inputs is not None and len(decider.inputs.job.rows) == 2
     fleet.report("2", full, 0.0)
     fleet.release([1])
     placed = decider.place(query(key=2), 0.0)
     assert (placed.replica_id, placed.tier) == ("0", Tier.GUARANTEED)
-    assert [len(each.job.rows) for each in seen] == [2, 4]
+    assert len(decider.inputs.job.rows) == 4
 
 
 @given(
@@ -336,7 +339,7 @@ def calibrated(*late: float) -> tuple[Placer, Calibration]:
         calibration.ended(f"before-{number}", factor * 1.0, 0.09, None, 0.0)
     fleet = fleet_of(report())
     made = make_admission("moore_hodgson")
-    return Placer(fleet, make_routing("least_tokens"), made, None, calibration), calibration
+    return Placer(fleet, make_routing("least_tokens"), made, calibration), calibration
 
 
 def test_a_promise_is_planned_by_so_much_earlier_as_those_before_it_were_late() -> None:
@@ -374,7 +377,7 @@ def test_a_replica_that_is_set_apart_promises_by_margins_of_its_own(slow: str) -
     other = "1" if slow == "0" else "0"
     fleet = fleet_of(report(), report())
     made = make_admission("moore_hodgson")
-    decider = Placer(fleet, make_routing("least_tokens"), made, None, apart(slow, other))
+    decider = Placer(fleet, make_routing("least_tokens"), made, apart(slow, other))
     planned = {}
     for key in range(1, 3):  # one each, as the second goes where there is less to do
         decision = decider.place(query(key=key), 0.0)
@@ -384,7 +387,7 @@ def test_a_replica_that_is_set_apart_promises_by_margins_of_its_own(slow: str) -
     assert planned == {other: (1.0 - PRIOR, *paces), slow: (pytest.approx(0.8), *paces)}
     # A prefill of 0.7 s: by the margin of the other each could hold one, so two could be promised.
     decider = Placer(
-        fleet_of(report(), report()), make_routing("least_tokens"), made, None, apart(slow, other)
+        fleet_of(report(), report()), make_routing("least_tokens"), made, apart(slow, other)
     )
     tight = SLO(ttft_s=0.95, tpot_s=0.1)
     found = [decider.place(query(tight, key=key, prompt=7_000), 0.0) for key in range(1, 3)]

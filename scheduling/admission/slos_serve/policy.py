@@ -61,7 +61,7 @@ from sluice.scheduling.fleet.rows import (
 )
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.expected import claim
-from sluice.scheduling.request.job import Job, Replicas, Stated
+from sluice.scheduling.request.job import Job, Numbers
 from sluice.scheduling.request.kernels import Floats, compiled, most_work_s
 from sluice.scheduling.request.objective import Anchor
 
@@ -136,8 +136,7 @@ class SLOsServeAdmission(AdmissionPolicy):
         return Promises(
             *promises(
                 fleet.arrays,
-                job.replicas,
-                job.stated,
+                job[1:],
                 self._headroom,
                 self._batch_tokens,
                 self._every_window,
@@ -232,19 +231,17 @@ def least_tpot_s(figures: Floats, pieces: Floats) -> float:
 @compiled
 def promises(
     fleet: FleetArrays,
-    replicas: Replicas,
-    stated: Stated,
+    job: Numbers,
     headroom: float,
     batch_tokens: float,
     every_window: bool,
 ) -> tuple[NDArray[np.bool_], Floats, Floats, NDArray[np.int8]]:
-    """Walk each of ``replicas``; return the fields of
+    """Walk each replica of ``job``; return the fields of
     :class:`~sluice.scheduling.admission.base.Promises`."""
-    rows, _, all_work_s, lead_s, all_splits = replicas
     (
-        now_s, job_due_s, waited_s, job_tpot_s, priority, prompt_tokens, output_tokens,
-        reserve_tokens, _, _,
-    ) = stated  # fmt: skip
+        rows, _, all_work_s, lead_s, all_splits, now_s, job_due_s, waited_s, job_tpot_s, priority,
+        prompt_tokens, output_tokens, moved, reserve_tokens, _,
+    ) = job  # fmt: skip
     count = rows.shape[0]
     holds = np.empty(count, np.bool_)
     ttft_s, wait_s = np.empty(count), np.empty(count)
@@ -283,6 +280,8 @@ def promises(
                 wait_s[place] = inf
                 binds[place] = alone_constraint(of, work_s, fresh_s, headroom)
         ttft_s[place] = first_token_s(of, queue, work_s, now_s, due_s)
+        if not moved:
+            ttft_s[place] += lead_s[place]
     return holds, ttft_s, wait_s, binds
 
 
