@@ -1,21 +1,19 @@
-"""The process of ``sluice serve`` that talks to Ray: ``python -m sluice.deploy.driver FOLDER``.
+"""The process of ``sluice serve`` that talks to Ray.
 
 Calls of Ray can block without a limit, and Ray ends its driver's process when its control store
-is lost, so ``supervisor`` runs this process. It gets a ``task`` on its standard input, later the
-command to stop, and writes one JSON event a line. When its input ends, it ends."""
+is lost, so ``supervisor`` runs this process, a fork of its own. It sends pairs of an event and a
+text, and gets the command to stop. It ends with the supervisor."""
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import signal
-import sys
 import threading
 import traceback
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from sluice.deploy import local
 from sluice.deploy.config import SluiceConfig
@@ -24,53 +22,55 @@ from sluice.deploy.ray_start import RayTooSlowError
 Event = Literal["report", "slow", "ray", "ready", "failed", "stopped"]
 """``slow``: Ray took longer to start than it allows."""
 
-_LENGTH_BYTES = 8
 
-
-def task(config: SluiceConfig) -> bytes:
-    """What the driver gets first: the configuration, with its secrets."""
-    pickled = pickle.dumps(config)
-    return len(pickled).to_bytes(_LENGTH_BYTES) + pickled
-
-
-def main() -> None:
-    """See above."""
-    # The terminal's Ctrl-C is for the supervisor. Ignored signals would be ignored in Ray, too.
+def main(config: SluiceConfig, folder: Path, supervisor: Connection) -> None:
+    """Serve ``config`` with files in ``folder`` until the supervisor says to stop."""
+    os.setpgid(0, 0)  # Ctrl-C on the terminal is for the supervisor
+    # Ignored signals would be ignored in Ray, too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    events = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no event
+    os.dup2(2, 1)  # what libraries print is not for the standard output
+    _close_all_but(0, 1, 2, supervisor.fileno())
     with suppress(OSError):  # for `ps`; other systems have no such file
         Path("/proc/self/comm").write_text("sluice-driver")
-    folder = Path(sys.argv[1])
     # Whoever cleans the folder up ends every process that writes there; see `leftovers`.
-    mark = (folder / "driver").open("w")
-    config: SluiceConfig = pickle.loads(_read(int.from_bytes(_read(_LENGTH_BYTES))))
-    driver = Driver(config, folder, events, mark.fileno())
-    threading.Thread(target=driver.obey, daemon=True).start()
-    driver.run()
-    # Not through Ray's and other libraries' hooks, which may block: nothing is left to do.
-    os._exit(0)
+    with (folder / "driver").open("w") as mark:
+        driver = Driver(config, folder, supervisor, mark.fileno())
+        threading.Thread(target=driver.obey, daemon=True).start()
+        driver.run()
+        # Not through Ray's and other libraries' hooks, which may block: nothing is left to do.
+        os._exit(0)
+
+
+def _close_all_but(*kept: int) -> None:
+    """Close the supervisor's descriptors: some processes end once all copies of one are closed."""
+    for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+        if descriptor not in kept:
+            with suppress(OSError):  # that of the listing
+                os.close(descriptor)
 
 
 class Driver:
-    """Starts the application and stops it again. ``events``: descriptor for events; ``log``:
-    descriptor for what libraries print once the application is ready."""
+    """Starts the application and stops it again. ``log``: descriptor for what libraries print once
+    the application is ready."""
 
-    def __init__(self, config: SluiceConfig, folder: Path, events: int, log: int) -> None:
+    def __init__(
+        self, config: SluiceConfig, folder: Path, supervisor: Connection, log: int
+    ) -> None:
         self._config = config
         self._folder = folder
-        self._events = events
+        self._supervisor = supervisor
         self._log = log
         self._stop = threading.Event()
         self._drain_s = 0.0
 
     def obey(self) -> None:
-        """Take the command ``stop SECONDS``, with the time for running requests. At the end of the
-        input, which is that of the supervisor, this process ends."""
-        while command := os.read(0, 256):
-            self._drain_s = float(command.split()[1])
-            self._stop.set()
+        """Take the command to stop: the time for running requests, seconds. At the supervisor's end
+        this process ends."""
+        with suppress(EOFError, OSError):
+            while True:
+                self._drain_s = self._supervisor.recv()
+                self._stop.set()
         os._exit(1)
 
     def run(self) -> None:
@@ -111,20 +111,4 @@ class Driver:
         self._emit("report", line)
 
     def _emit(self, kind: Event, text: str = "") -> None:
-        entry: dict[str, Any] = {"event": kind, "text": text}
-        os.write(self._events, json.dumps(entry).encode() + b"\n")
-
-
-def _read(length: int) -> bytes:
-    """Exactly ``length`` bytes of the standard input."""
-    data = b""
-    while len(data) < length:
-        read = os.read(0, length - len(data))
-        if not read:
-            os._exit(1)  # the supervisor has ended
-        data += read
-    return data
-
-
-if __name__ == "__main__":
-    main()
+        self._supervisor.send((kind, text))

@@ -46,6 +46,14 @@ LOCAL: Mapping[str, str] = {
     "VLLM_HOST_IP": "127.0.0.1",
     # Files in the folder where Sluice was started must not stand in for modules of the same name.
     "PYTHONSAFEPATH": "1",
+    # What Ray's dashboard shows, which is left out: each process would report it all the time.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_event_stats": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    # How often the raylet says what is free here, where nothing else is placed.
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    # Serve's controller looks four times a second, and not ten times.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
 }
 """For a Ray instance that Sluice starts itself on this machine."""
 
@@ -164,7 +172,7 @@ def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
                 log_to_driver=False,
                 **options,
             )
-            _end_log_monitor()
+            _end_idle_processes()
             return
         except Exception as error:
             slow = any(words in str(error) for words in _TOO_SLOW)
@@ -177,15 +185,22 @@ def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
                 raise RayTooSlowError(str(error)) from error
 
 
-def _end_log_monitor() -> None:
-    """End the process of Ray that looks for new lines in every log file ten times a second, for
-    drivers that print them. This one does not."""
+def _end_idle_processes() -> None:
+    """End the processes of Ray that have no work here: one looks for new lines in every log file
+    ten times a second, for drivers that print them; one would start nodes; one serves the
+    dashboard that is left out. They hold 150 MiB."""
     import ray
-    from ray._private.ray_constants import PROCESS_TYPE_LOG_MONITOR
+    from ray._private import ray_constants
 
     node = ray._private.worker._global_node
     if node is not None:
-        node._kill_process_type(PROCESS_TYPE_LOG_MONITOR, check_alive=False, wait=True)
+        for kind in (
+            ray_constants.PROCESS_TYPE_LOG_MONITOR,
+            ray_constants.PROCESS_TYPE_MONITOR,
+            ray_constants.PROCESS_TYPE_DASHBOARD,
+        ):
+            if kind in node.all_processes:
+                node._kill_process_type(kind, check_alive=False, wait=True)
 
 
 def dead_process() -> str | None:

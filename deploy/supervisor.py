@@ -4,21 +4,22 @@ at every stage, and leaves no process and no file."""
 
 from __future__ import annotations
 
-import json
+import gc
+import multiprocessing
 import queue
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import psutil
 
+from sluice.deploy import driver
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.driver import Event, task
+from sluice.deploy.driver import Event
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
 from sluice.replica.private_dir import make_private_dir
@@ -80,14 +81,16 @@ class Supervised:
         self._parts: dict[int, tuple[psutil.Process, str]] = {}
         self._local_dir = make_private_dir()
         self._cleaner = Cleaner(self._local_dir)
-        self._driver = subprocess.Popen(
-            [sys.executable, "-P", "-m", "sluice.deploy.driver", str(self._local_dir)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C on the terminal is not for it
+        self._connection, its = multiprocessing.Pipe()
+        # A fork has imported what it needs; a collection would copy the memory that they share.
+        gc.freeze()
+        self._driver = multiprocessing.get_context("fork").Process(
+            target=driver.main, args=(self._config, self._local_dir, its), daemon=True
         )
+        self._driver.start()
+        its.close()
         self._heard: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
-        heard = (task(self._config), self._driver, self._heard)
+        heard = (self._connection, self._heard)
         threading.Thread(target=_listen, args=heard, daemon=True).start()
 
     def start(self, stop: StopSignals) -> None:
@@ -141,7 +144,7 @@ class Supervised:
 
     def _patience_s(self, dead: list[str], ray_runs: bool) -> float:
         """How long the driver gets to say why these parts have ended."""
-        if self._driver.poll() is not None or (dead[0] in _VITAL and ray_runs):
+        if not self._driver.is_alive() or (dead[0] in _VITAL and ray_runs):
             return 0.0
         if dead[0] in _VITAL and self._ray_gave_up():
             return 0.0
@@ -173,7 +176,8 @@ class Supervised:
         """Let running requests end for at most ``drain_s`` seconds, while new ones are refused, and
         stop the application. A further signal ends that at once."""
         self._report("stopping")
-        _say(self._driver, f"stop {drain_s}\n".encode())
+        with suppress(OSError):  # it has ended, which is seen below
+            self._connection.send(drain_s)
         limit_s = time.monotonic() + drain_s + _END_S
         while time.monotonic() < limit_s and not stop.again:
             heard = self._hear()
@@ -181,7 +185,7 @@ class Supervised:
                 return
             if heard is not None and heard.event == "report":
                 self._report(heard.text)
-            if self._driver.poll() is not None:
+            if not self._driver.is_alive():
                 return
 
     def end(self) -> None:
@@ -190,7 +194,7 @@ class Supervised:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._driver.kill()
-        self._driver.wait()
+        self._driver.join()
         self._cleaner.clean()
 
     def _hear(self) -> _Heard | None:
@@ -220,26 +224,15 @@ class Supervised:
         """The parts that have ended, Ray's own first."""
         ended = [name for process, name in self._parts.values() if not _runs(process)]
         ended.sort(key=lambda name: _VITAL.index(name) if name in _VITAL else len(_VITAL))
-        if not ended and self._driver.poll() is not None:
+        if not ended and not self._driver.is_alive():
             ended = ["the process that talks to Ray"]
         return ended
 
 
-def _say(driver: subprocess.Popen[bytes], words: bytes) -> None:
-    assert driver.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended, which is seen elsewhere
-        driver.stdin.write(words)
-        driver.stdin.flush()
-
-
-def _listen(
-    first: bytes, driver: subprocess.Popen[bytes], heard: queue.SimpleQueue[_Heard]
-) -> None:
-    _say(driver, first)  # not in the main thread: a process that hangs does not read it
-    assert driver.stdout is not None
-    for line in driver.stdout:
-        entry = json.loads(line)
-        heard.put(_Heard(entry["event"], entry["text"]))
+def _listen(driver: Connection, heard: queue.SimpleQueue[_Heard]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            heard.put(_Heard(*driver.recv()))
 
 
 def _part(process: psutil.Process) -> str | None:

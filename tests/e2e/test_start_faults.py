@@ -28,10 +28,10 @@ END_S = 10.0
 """In what time a start ends after a signal or the death of a part. Busy machines get more."""
 
 PARTS = {
-    "driver": "sluice.deploy.driver",
+    "driver": "sluice-driver",
     "dry run": "sluice.replica.dry_run",
     "gcs_server": "gcs_server",
-    "raylet": "raylet/raylet",
+    "raylet": "raylet",
     "young agent": "/ray/dashboard/agent.py",
     "agent": "ray::DashboardAgent",
     "Serve controller": "ray::ServeController",
@@ -40,7 +40,7 @@ PARTS = {
     "replica": "ray::ServeReplica:sluice:Replica",
     "router": "ray::ServeReplica:sluice:Router",
 }
-"""What their command lines or titles begin with or hold."""
+"""Their names, or what their command lines or titles hold."""
 
 
 RAY_PARTS = [part for part in PARTS if part not in ("dry run", "young agent")]
@@ -86,8 +86,9 @@ class Start:
             found[:] = [
                 each
                 for each in self.left()
+                if PARTS[part] == name_of(each)
                 # The raylet has the commands of its agents in its own.
-                if PARTS[part] in title_of(each) and (part == "raylet" or name_of(each) != "raylet")
+                or (PARTS[part] in title_of(each) and name_of(each) != "raylet")
             ]
             return bool(found)
 
