@@ -22,7 +22,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
-from sluice.router.request.slo import SloReader
+from sluice.router.request.slo import SloReader, StatedStage
 from sluice.router.request.validation import (
     MAX_ENTRIES,
     MAX_INPUTS,
@@ -33,7 +33,7 @@ from sluice.router.request.validation import (
 from sluice.router.wire import MAX_TOKENS
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
-from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES
+from sluice.scheduling.request.stages import MOST_STAGES
 
 Schema = dict[str, Any]
 
@@ -146,9 +146,10 @@ def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
     fields: dict[str, Schema] = dict(field_schemas(endpoint))
     fields |= {name: {"type": ["string", "null"]} for name in wire.SESSION_FIELDS}
     fields |= _SHAPES[endpoint]
-    required = [*_REQUIRED[endpoint]]
-    if endpoint not in UNSCHEDULED:
+    required = [name for name in _SHAPES[endpoint] if name != "tools"]
+    if endpoint not in ("tokenize", "detokenize"):
         required.append("model")
+    if endpoint not in UNSCHEDULED:
         tiers = SloReader(config).tiers(endpoint)
         fields[wire.SERVICE_TIER_FIELD] = {"enum": [*tiers, None]}
         fields[wire.SLO_FIELD] = _objective(config)
@@ -158,22 +159,24 @@ def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
 
 
 def _form(config: RouterConfig) -> Schema:
-    keys = {
-        wire.PRIORITY: {"type": "integer", **_PRIORITY},
-        wire.CLASS: {"enum": [*config.classes]},
-    }
     fields: dict[str, Schema] = {
         "file": {"type": "string", "format": "binary", "minLength": 1},
         "model": _TEXT,
         "stream": {"type": "boolean"},
         "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
     }
-    fields |= {
-        f"{wire.SLO_FIELD}[{key}]": keys.get(key, {"type": "number", **_MS})
-        for key in wire.SLO_HEADERS
-    }
+    fields |= {f"{wire.SLO_FIELD}[{key}]": _stated(config, key) for key in wire.SLO_HEADERS}
     schema = {"type": "object", "required": ["file", "model"], "properties": fields}
     return {"multipart/form-data": {"schema": schema}}
+
+
+def _stated(config: RouterConfig, key: str) -> Schema:
+    """One key of an objective, in a header or a field of a form."""
+    if key == wire.CLASS:
+        return {"enum": [*config.classes]}
+    if key == wire.PRIORITY:
+        return {"type": "integer", **_PRIORITY}
+    return {"type": "number", **_MS}
 
 
 def _objective(config: RouterConfig) -> Schema:
@@ -205,13 +208,9 @@ def _objective(config: RouterConfig) -> Schema:
 
 
 def _stages() -> Schema:
-    number = {"type": ["number", "null"], **_MS}
-    tokens = {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["tokens"],
-        "properties": {"tokens": {"type": "integer", "minimum": 1, "maximum": MOST_STAGE_TOKENS}},
-    }
+    stage = StatedStage.model_json_schema()
+    (tokens,) = stage.pop("$defs").values()
+    stage["properties"]["until"] = {"oneOf": [{"enum": ["reasoning_end", "end"]}, tokens]}
     return {
         "type": "array",
         "description": "Objectives of the parts of the answer, in order, in place of ttft_ms and "
@@ -219,30 +218,13 @@ def _stages() -> Schema:
         "reasoning_end.",
         "minItems": 1,
         "maxItems": MOST_STAGES,
-        "items": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["until"],
-            "properties": {
-                "until": {"oneOf": [{"enum": ["reasoning_end", "end"]}, tokens]},
-                wire.TTFT: number,
-                wire.TPOT: number,
-                wire.E2E: number,
-            },
-        },
+        "items": stage,
     }
 
 
 def _objective_headers(config: RouterConfig) -> list[Schema]:
-    schemas: dict[str, Schema] = {
-        wire.PRIORITY: {"type": "integer", **_PRIORITY},
-        wire.CLASS: {"enum": [*config.classes]},
-    }
-    stated = [
-        _header(name, schemas.get(field, {"type": "number", **_MS}))
-        for names in wire.SLO_HEADER_SETS
-        for field, name in names.items()
-    ]
+    names = [pair for each in wire.SLO_HEADER_SETS for pair in each.items()]
+    stated = [_header(name, _stated(config, key)) for key, name in names]
     return [*stated, _header(wire.QUEUE_TTL_HEADER, _DURATION)]
 
 
@@ -317,20 +299,6 @@ _SHAPES: Final[dict[Endpoint, dict[str, Schema]]] = {
     "rerank": {"query": _SCORED_ENTRY, "documents": _SCORED},
     "tokenize": {"prompt": _TEXT},
     "detokenize": {"tokens": _TOKEN_IDS},
-}
-_REQUIRED: Final[dict[Endpoint, tuple[str, ...]]] = {
-    "chat": ("messages",),
-    "completions": ("prompt",),
-    "responses": ("input",),
-    "messages": ("messages",),
-    "count_tokens": ("messages", "model"),
-    "embeddings": ("input",),
-    "classify": ("input",),
-    "pooling": ("input",),
-    "score": ("queries", "documents"),
-    "rerank": ("query", "documents"),
-    "tokenize": ("prompt",),
-    "detokenize": ("tokens",),
 }
 
 

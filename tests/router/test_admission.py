@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from sluice.protocol.requests import EngineRequest
+from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import Reason
 from sluice.router.serve.contract import ReplicaFailedError
@@ -102,6 +102,8 @@ async def test_without_a_promise_the_answer_says_best_effort(
     assert not [name for name in response.headers if name.startswith(("x-sluice-pr",))]
     assert edge.side.calls[0][1].best_effort is runs_as_best_effort
     assert admissions(edge, "best-effort") == 1
+    placed = decision.replica_id is not None
+    assert edge.sample("sluice_fallback_total", reason="no_decision") == (not placed)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,7 @@ async def test_without_the_controller_nothing_is_promised_and_nothing_is_put_las
     response = await post(edge, "strict")
     assert response.headers["x-sluice-admission"] == "best-effort"
     assert edge.side.calls[0][1].best_effort is False
+    assert edge.sample("sluice_fallback_total", reason="no_answer") == 1
 
 
 async def test_the_expected_ttft_counts_from_the_arrival() -> None:
@@ -188,6 +191,8 @@ async def test_a_promise_for_one_replica_does_not_hold_for_another(
     assert response.headers["x-sluice-admission"] == "best-effort"
     assert edge.side.calls[1][1].best_effort is False
     assert edge.sample("sluice_fallback_total", reason=reason) == 1
+    ids = [request.request_id for _, request in edge.side.calls]
+    assert edge.controller.released == list(map(request_key, ids))
     # Counted once, as what it was in the end.
     assert (admissions(edge, "guaranteed"), admissions(edge, "best-effort")) == (0, 1)
 

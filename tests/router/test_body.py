@@ -421,10 +421,3 @@ def test_a_byte_order_mark_is_skipped() -> None:
     assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
     with pytest.raises(ApiError, match="not a JSON object"):
         parse_object('{"a": 1}'.encode("utf-16"))
-
-
-def test_tokenize_needs_a_prompt_or_messages() -> None:
-    for body in ({}, {"prompt": 5}, {"prompt": ["a"]}):
-        with pytest.raises(ApiError, match="prompt must be a string"):
-            check_body("tokenize", {"model": "m", **body})
-    check_body("tokenize", {"model": "m", "messages": CHAT_BODY["messages"]})

@@ -159,15 +159,6 @@ async def test_a_response_without_a_head_is_our_fault() -> None:
     assert caught.value.reason.status == 500
 
 
-async def test_a_decision_for_a_replica_that_just_failed_is_not_followed() -> None:
-    far = FarSide(a=fail(UNREACHABLE), b=serve)
-    router, clock = edge(far, "a")
-    opened = await router.dispatcher.open(call(clock))
-    assert opened.head.replica_id == "b"
-    assert router.sample("sluice_fallback_total", reason="repeated") == 1
-    assert router.controller.released == [request_key("r"), request_key("r-2")]
-
-
 async def test_attempts_are_bounded_and_the_last_failure_is_told() -> None:
     far = FarSide(a=fail(UNREACHABLE), b=fail(UNREACHABLE), c=fail(DEAD), d=serve)
     router, clock = edge(far, "a", "b", "c", "d")
@@ -200,16 +191,6 @@ async def test_a_full_replica_is_left_for_another(stream: bool) -> None:
     with pytest.raises(ApiError) as caught:
         await router.dispatcher.open(call(clock))
     assert caught.value.reason is Reason.REPLICAS_FULL
-
-
-async def test_without_an_answer_of_the_controller_serve_decides() -> None:
-    far = FarSide(a=serve)
-    router, clock = edge(far)
-    assert (await router.dispatcher.open(call(clock))).head.replica_id == "a"
-    assert router.sample("sluice_fallback_total", reason="no_answer") == 1
-    router, clock = edge(far, None)
-    assert (await router.dispatcher.open(call(clock))).head.replica_id == "a"
-    assert router.sample("sluice_fallback_total", reason="no_decision") == 1
 
 
 async def test_a_reservation_that_nobody_confirms_is_released() -> None:
