@@ -51,6 +51,9 @@ from tests.router.virtual_time import VirtualTime
 Items = AsyncIterator[ResponseItem]
 Behaviour = Callable[["FarSide", str, EngineRequest], Items]
 
+DIED = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
+UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
+
 CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 COMPLETION_BODY = {"model": "m", "prompt": "hello there"}
 WORDS = ("one", " two", " three")

@@ -11,11 +11,10 @@ import pytest
 
 from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.errors import Reason
-from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.router.far_side import (
     CHAT_BODY,
+    DIED,
     Client,
     Clock,
     Edge,
@@ -40,7 +39,6 @@ CONFIG = RouterConfig(
         "free": ServiceClass(when_unattainable="reject"),
     }
 )
-BROKEN = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 
 
 def guaranteed(replica: str = "a", ttft_s: float | None = 0.25) -> RouteDecision:
@@ -165,7 +163,7 @@ async def test_without_the_controller_nothing_is_promised_and_nothing_is_put_las
 async def test_the_expected_ttft_counts_from_the_arrival() -> None:
     clock = Clock()
     edge = edge_of(
-        guaranteed("a"), guaranteed("b", 0.1), side=FarSide(a=fail(BROKEN), b=serve), clock=clock
+        guaranteed("a"), guaranteed("b", 0.1), side=FarSide(a=fail(DIED), b=serve), clock=clock
     )
     response = await post(edge)
     # The second attempt was decided 20 ms after the first, and is the one that answered.
@@ -185,7 +183,7 @@ async def test_the_expected_ttft_counts_from_the_arrival() -> None:
 async def test_a_promise_for_one_replica_does_not_hold_for_another(
     decisions: tuple[RouteDecision, ...], reason: str
 ) -> None:
-    edge = edge_of(*decisions, side=FarSide(a=fail(BROKEN), b=serve))
+    edge = edge_of(*decisions, side=FarSide(a=fail(DIED), b=serve))
     response = await post(edge)
     assert response.headers["x-sluice-replica"] == "b"
     assert response.headers["x-sluice-admission"] == "best-effort"
@@ -198,7 +196,7 @@ async def test_a_promise_for_one_replica_does_not_hold_for_another(
 
 
 async def test_what_ran_last_runs_last_at_the_next_attempt_too() -> None:
-    edge = edge_of(best_effort("a"), best_effort("a"), side=FarSide(a=fail(BROKEN), b=serve))
+    edge = edge_of(best_effort("a"), best_effort("a"), side=FarSide(a=fail(DIED), b=serve))
     response = await post(edge)
     assert response.headers["x-sluice-admission"] == "best-effort"
     assert [request.best_effort for _, request in edge.side.calls] == [True, True]
@@ -288,7 +286,7 @@ async def test_kept_and_missed_promises_are_counted() -> None:
     await post(edge, slo={"e2e_ms": 50})
     assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 2)
     # An answer that breaks off broke its promise; the client's mistake broke none.
-    edge.side.behaviours["a"] = fail(BROKEN, after=2)
+    edge.side.behaviours["a"] = fail(DIED, after=2)
     await post(edge, stream=True)
     assert (promises(edge, "kept"), promises(edge, "missed")) == (1, 3)
     edge.side.behaviours["a"] = answer(400, b'{"error": {}}')
@@ -339,7 +337,7 @@ async def test_a_replica_works_by_the_plan_and_the_client_is_owed_the_objective(
 
 
 async def test_a_promise_is_missed_where_no_replica_answers_in_the_end() -> None:
-    edge = edge_of(guaranteed(), clock=Clock(), side=FarSide(a=fail(BROKEN)))
+    edge = edge_of(guaranteed(), clock=Clock(), side=FarSide(a=fail(DIED)))
     assert (await post(edge)).status_code >= 500
     assert (promises(edge, "kept"), promises(edge, "missed")) == (0, 1)
 
@@ -352,7 +350,7 @@ async def test_a_promise_counts_where_another_replica_serves_as_best_effort(
 
     async def dies(side: FarSide, replica: str, request: EngineRequest) -> Items:
         clock.now_s += pause_s
-        raise BROKEN
+        raise DIED
         yield
 
     edge = edge_of(guaranteed("a"), best_effort("b"), clock=clock, side=FarSide(a=dies, b=serve))

@@ -39,6 +39,7 @@ from tests.examples import examples
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
+    DIED,
     Clock,
     Edge,
     FarController,
@@ -288,7 +289,6 @@ def test_a_conversation_shares_its_prefix_with_what_its_system_says() -> None:
 
 
 ENDPOINTS = {"/v1/chat/completions": CHAT_BODY, "/v1/completions": COMPLETION_BODY}
-BROKEN = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 
 
 def check_error(response: httpx.Response, status: int, code: Reason) -> dict[str, Any]:
@@ -339,7 +339,7 @@ async def test_an_engines_4xx_passes_through() -> None:
 
 
 async def test_a_stream_that_breaks_before_its_first_byte_is_not_noticed() -> None:
-    edge = Edge(FarSide(a=fail(BROKEN), b=serve), FarController("a", "b"))
+    edge = Edge(FarSide(a=fail(DIED), b=serve), FarController("a", "b"))
     async with edge.client() as client:
         response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
     assert response.status_code == 200
@@ -348,7 +348,7 @@ async def test_a_stream_that_breaks_before_its_first_byte_is_not_noticed() -> No
 
 
 async def test_a_stream_that_breaks_later_ends_with_an_error_event() -> None:
-    edge = Edge(FarSide(a=fail(BROKEN, after=2), b=serve))
+    edge = Edge(FarSide(a=fail(DIED, after=2), b=serve))
     async with edge.client() as client:
         response = await client.post("/v1/chat/completions", json={**CHAT_BODY, "stream": True})
     assert response.status_code == 200
@@ -362,7 +362,7 @@ async def test_a_stream_that_breaks_later_ends_with_an_error_event() -> None:
 
 
 async def test_when_every_replica_fails_it_is_said_and_when_to_come_back() -> None:
-    edge = Edge(FarSide(a=fail(BROKEN)))
+    edge = Edge(FarSide(a=fail(DIED)))
     async with edge.client() as client:
         response = await client.post("/v1/chat/completions", json=CHAT_BODY)
     check_error(response, 503, Reason.REPLICA_FAILED)
@@ -662,7 +662,7 @@ async def test_the_metrics_are_what_happened() -> None:
 
 async def test_a_stream_is_measured_as_its_bytes_leave() -> None:
     clock = Clock()
-    edge = Edge(FarSide(a=fail(BROKEN)), clock=clock)
+    edge = Edge(FarSide(a=fail(DIED)), clock=clock)
 
     async def timed(side: FarSide, name: str, request: Any) -> Any:
         async for item in serve(side, name, request):

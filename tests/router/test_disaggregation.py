@@ -21,13 +21,14 @@ from sluice.router.dispatch.retries import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S, m
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
-from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
+    DIED,
+    UNREACHABLE,
     Behaviour,
     Clock,
     Edge,
@@ -57,8 +58,6 @@ def test_some_time_is_always_left(ttft_s: float, kv_transfer_s: float) -> None:
     assert 0 < left_s <= ttft_s
 
 
-UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
-DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 PAIR = RouteDecision("d", "placed", Tier.GUARANTEED, 0.5, role="decode", prefill_id="p")
 OTHER_PAIR = PAIR._replace(replica_id="d2", prefill_id="p2")
 HANDLE = KVHandle("p", {"block": 7}, 5)
@@ -203,7 +202,7 @@ async def half(side: FarSide, name: str, request: EngineRequest) -> Items:
 
 @pytest.mark.parametrize(
     ("broken", "gone"),
-    [(fail(UNREACHABLE), []), (fail(DEAD), ["p"]), (half, []), (answer(503, b"{}"), [])],
+    [(fail(UNREACHABLE), []), (fail(DIED), ["p"]), (half, []), (answer(503, b"{}"), [])],
     ids=["unreachable", "dead", "after its head", "full"],
 )
 async def test_a_prompt_that_fails_is_tried_on_another_pair(
@@ -220,7 +219,7 @@ async def test_a_prompt_that_fails_is_tried_on_another_pair(
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_fails_at_once_is_made_again_from_its_prompt(stream: bool) -> None:
-    router, side = edge(PAIR, OTHER_PAIR, d=fail(DEAD), p2=prefill, d2=serve)
+    router, side = edge(PAIR, OTHER_PAIR, d=fail(DIED), p2=prefill, d2=serve)
     opened = await router.dispatcher.open(call(stream=stream))
     assert opened.head.replica_id == "d2"
     ids = [(name, request.request_id) for name, request in side.calls]

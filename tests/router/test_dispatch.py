@@ -25,6 +25,8 @@ from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.router.far_side import (
     CHAT_BODY,
+    DIED,
+    UNREACHABLE,
     Clock,
     Edge,
     FarController,
@@ -75,10 +77,6 @@ def test_no_window_has_more_than_its_share(events: list[tuple[float, bool]], flo
             assert recent <= floor + asked / REQUESTS_PER_RETRY
 
 
-UNREACHABLE = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.")
-DEAD = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
-
-
 def call(edge_clock: Clock, **body: Any) -> Call:
     return Call(
         "r", "chat", {**CHAT_BODY, **body}, SLO(ttft_s=1), PromptSize(40, 4), edge_clock.now_s
@@ -113,7 +111,7 @@ async def test_a_request_goes_where_the_controller_says() -> None:
     assert far.cancelled == []
 
 
-@pytest.mark.parametrize("failure", [UNREACHABLE, DEAD], ids=str)
+@pytest.mark.parametrize("failure", [UNREACHABLE, DIED], ids=str)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_replica_that_fails_before_the_first_byte_is_left_for_another(
     stream: bool, failure: ReplicaFailedError
@@ -160,7 +158,7 @@ async def test_a_response_without_a_head_is_our_fault() -> None:
 
 
 async def test_attempts_are_bounded_and_the_last_failure_is_told() -> None:
-    far = FarSide(a=fail(UNREACHABLE), b=fail(UNREACHABLE), c=fail(DEAD), d=serve)
+    far = FarSide(a=fail(UNREACHABLE), b=fail(UNREACHABLE), c=fail(DIED), d=serve)
     router, clock = edge(far, "a", "b", "c", "d")
     with pytest.raises(ApiError, match="The replica died") as caught:
         await router.dispatcher.open(call(clock))

@@ -20,6 +20,7 @@ from sluice.router.tenancy.limits import ANYONE, RateLimiter
 from sluice.scheduling.request.job import RouteDecision
 from tests.router.far_side import (
     CHAT_BODY,
+    DIED,
     Behaviour,
     Clock,
     Edge,
@@ -31,7 +32,6 @@ from tests.router.far_side import (
     serve,
 )
 from tests.router.test_admission import (
-    BROKEN,
     best_effort,
     edge_of,
     guaranteed,
@@ -69,8 +69,8 @@ async def test_an_answer_is_held_against_each_objective(
     [
         (answer(400, b'{"error": {}}'), guaranteed(), {}, "client_error", ""),
         (serve, unattainable(), {"slo": {"class": "strict"}}, "refused", "slo_unattainable"),
-        (fail(BROKEN), guaranteed(), {}, "refused", "replica_failed"),
-        (fail(BROKEN, after=2), guaranteed(), {"stream": True}, "failed", "stream_broken"),
+        (fail(DIED), guaranteed(), {}, "refused", "replica_failed"),
+        (fail(DIED, after=2), guaranteed(), {"stream": True}, "failed", "stream_broken"),
     ],
 )
 async def test_what_was_not_served_says_how_it_ended(

@@ -13,13 +13,22 @@ from sluice.protocol.requests import EngineRequest, ResponseHead, request_key
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
-from sluice.router.errors import Reason
-from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.placement.migration import AT_ONCE, MOST_MOVES, REST_S
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
-from tests.router.far_side import Behaviour, Edge, FarController, FarSide, FarStream, Items, fail
+from tests.router.far_side import (
+    DIED,
+    Behaviour,
+    Edge,
+    FarController,
+    FarSide,
+    FarStream,
+    Items,
+    answer,
+    fail,
+)
 from tests.router.test_resume import text, without_time_and_name
-from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, virtual
+from tests.router.test_stall_detector import CHAT, COMPLETIONS
+from tests.router.virtual_time import LoopClock, virtual
 
 STEP_S = 0.01
 PROMPT = 2_000
@@ -29,7 +38,6 @@ TRUTH = SimulatedEngineConfig(step_s=STEP_S, context_token_s=0.0, kv_blocks=40_9
 BODY: dict[str, Any] = {"prompt": list(range(PROMPT)), "max_tokens": TOKENS}
 SLO: dict[str, Any] = {"slo": {"ttft_ms": 4_000, "tpot_ms": 20}}
 STAY = RouteDecision(None, STAYS)
-DIED = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 
 
 def placed(name: str, tier: Tier | None = None, kv_transfer_s: float = 0.02) -> RouteDecision:
@@ -128,7 +136,7 @@ async def test_without_the_kv_it_is_computed_again(why: str) -> None:
     async def refusing(side: FarSide, name: str, request: EngineRequest) -> Items:
         if request.prefill_only and why == "silent":
             await asyncio.Event().wait()
-        kind = fail(DIED) if why == "dead" else busy
+        kind = fail(DIED) if why == "dead" else answer(503, b"{}")
         serve = kind if request.prefill_only else engines["r0"]
         async for item in serve(side, name, request):
             yield item
@@ -142,10 +150,6 @@ async def test_without_the_kv_it_is_computed_again(why: str) -> None:
     assert engines.count("r1", "transfers") == 0
     assert not router.controller.gone, "the next request would show it"
     await side.until(lambda: not side.live)
-
-
-async def busy(side: FarSide, name: str, request: EngineRequest) -> Items:
-    yield ResponseHead(503, "application/json", name)
 
 
 @virtual

@@ -12,19 +12,26 @@ from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts, SuspicionState
 from sluice.router.dispatch.migrations import Moves
-from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
-from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock
-from tests.router.far_side import Behaviour, Edge, FarController, FarSide, NoItems, answer, fail
+from tests.router.far_side import (
+    DIED,
+    Behaviour,
+    Edge,
+    FarController,
+    FarSide,
+    NoItems,
+    answer,
+    fail,
+)
 from tests.router.test_resume import simulated, text, without_time_and_name
-from tests.router.test_stall_detector import CHAT, COMPLETIONS, LoopClock, asked, freezing, virtual
+from tests.router.test_stall_detector import CHAT, COMPLETIONS, asked, freezing
+from tests.router.virtual_time import LoopClock, virtual
 
 STATED: dict[str, Any] = {"slo": {"ttft_ms": 4_000, "tpot_ms": 500}}
 STAY = RouteDecision(None, STAYS)
-DIED = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 
 
 def promise(replica_id: str, **more: Any) -> RouteDecision:

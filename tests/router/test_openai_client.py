@@ -15,9 +15,7 @@ from pydantic import SecretStr
 
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.response import with_tier
-from sluice.router.errors import Reason
-from sluice.router.serve.contract import ReplicaFailedError
-from tests.router.far_side import Edge, FarSide, answer, fail, serve, stall
+from tests.router.far_side import DIED, Edge, FarSide, answer, fail, serve, stall
 from tests.router.listening import listening
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
@@ -98,7 +96,6 @@ def test_a_tier_in_the_bytes_changes_nothing_else(
 
 
 async def test_errors_are_the_clients_own_exceptions() -> None:
-    broken = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
     edge = router(a=serve)
     async with served(edge) as client:
         with pytest.raises(openai.BadRequestError, match=r"slo\.ttft_ms must be a number") as bad:
@@ -114,16 +111,15 @@ async def test_errors_are_the_clients_own_exceptions() -> None:
         edge.side.behaviours["a"] = answer(404, b'{"error": {"message": "not offered"}}')
         with pytest.raises(openai.NotFoundError, match="not offered"):
             await client.chat.completions.create(model="m", messages=MESSAGES)
-        edge.side.behaviours["a"] = fail(broken)
+        edge.side.behaviours["a"] = fail(DIED)
         with pytest.raises(openai.InternalServerError, match="The replica died") as lost:
             await client.chat.completions.create(model="m", messages=MESSAGES)
         assert lost.value.status_code == 503
 
 
 async def test_a_broken_stream_raises_after_what_was_good() -> None:
-    broken = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
     got = []
-    async with served(router(a=fail(broken, after=2))) as client:
+    async with served(router(a=fail(DIED, after=2))) as client:
         stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
         with pytest.raises(openai.APIError, match="broke off"):
             async for chunk in stream:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -22,15 +21,12 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
-from sluice.replica.profiling import VirtualLoop
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.attempt import Piece, Transcript
 from sluice.router.dispatch.suspicion import CLEARED_S
-from sluice.router.errors import Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
-from sluice.router.serve.contract import ReplicaFailedError
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
@@ -38,31 +34,23 @@ from tests.examples import examples
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
+    DIED,
     Behaviour,
     Clock,
     Edge,
     FarController,
     FarSide,
     Items,
+    answer,
+    hang,
 )
+from tests.router.virtual_time import virtual
 
-DIED = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica died.", dead=True)
 TOKENS = 8
 PATHS = {"/v1/completions": COMPLETION_BODY, "/v1/chat/completions": CHAT_BODY}
 NEVER = 1000
 TRUTH = SimulatedEngineConfig(step_s=0.01)
 """A step takes time, in which what came of the one before it is read: a token an event."""
-
-
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time."""
-
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            runner.run(test(*args, **kwargs))
-
-    return run
 
 
 def simulated(
@@ -299,16 +287,11 @@ async def test_a_stream_that_is_not_repeated_is_not_handed_on() -> None:
         async for item in simulated()(side, name, replace(request, resume=resume)):
             yield item
 
-    async def refuses(side: FarSide, name: str, request: EngineRequest) -> Items:
-        yield ResponseHead(400, "application/json", name)
-        yield ResponseChunk(b"{}")
-        yield ResponseTail(0, 0)
-
     async def ends(side: FarSide, name: str, request: EngineRequest) -> Items:
         yield ResponseHead(200, "text/event-stream", name)
         yield ResponseTail(0, 0)
 
-    for replica in (other, longer, refuses, ends):
+    for replica in (other, longer, answer(400, b"{}"), ends):
         router = edge(4, r1=replica)
         stream = await text(router, "/v1/completions")
         assert "stream_broken" in stream
@@ -317,12 +300,7 @@ async def test_a_stream_that_is_not_repeated_is_not_handed_on() -> None:
 
 @virtual
 async def test_a_prompt_that_is_refused_in_mid_stream_is_not_handed_on() -> None:
-    async def refuses(side: FarSide, name: str, request: EngineRequest) -> Items:
-        yield ResponseHead(400, "application/json", name)
-        yield ResponseChunk(b"refused")
-        yield ResponseTail(0, 0)
-
-    side = FarSide(d=simulated(4), p=refuses, d2=simulated())
+    side = FarSide(d=simulated(4), p=answer(400, b"refused"), d2=simulated())
     side.roles = ("decode", "prefill")
     whole = RouteDecision("d", "placed", role="decode")
     pair = RouteDecision("d2", "placed", role="decode", prefill_id="p")
@@ -333,24 +311,20 @@ async def test_a_prompt_that_is_refused_in_mid_stream_is_not_handed_on() -> None
 
 @virtual
 async def test_a_client_that_leaves_while_its_stream_is_resumed_stops_that() -> None:
-    async def waits(side: FarSide, name: str, request: EngineRequest) -> Items:
-        await asyncio.Event().wait()
-        yield ResponseHead(200, "text/event-stream", name)
-
-    router = edge(4, r1=waits)
+    router = edge(4, r1=hang)
     body = {**COMPLETION_BODY, "stream": True, "max_tokens": TOKENS}
     call = Call("r", "completions", body, SLO(), PromptSize(11), 100.0)
-    answer = await router.dispatcher.open(call)
+    opened = await router.dispatcher.open(call)
 
     async def read() -> list[Piece]:
-        return [piece async for piece in router.dispatcher.pieces(answer)]
+        return [piece async for piece in router.dispatcher.pieces(opened)]
 
     task = asyncio.create_task(read())
     await router.side.until(lambda: router.side.live == {"r-2"})
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    router.dispatcher.close(answer)
+    router.dispatcher.close(opened)
     await router.side.until(lambda: not router.side.live)
     assert {request_key("r"), request_key("r-2")} == set(router.controller.released)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from functools import wraps
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -54,34 +53,13 @@ from tests.router.far_side import (
     waiting_call,
 )
 from tests.router.test_resume import PATHS, TOKENS, simulated, text, without_time_and_name
-from tests.router.test_resume import virtual as in_virtual_time
+from tests.router.virtual_time import LoopClock, virtual
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 AFTER_S = 1.0
 BOUND_S = 2 * (ASK_EVERY_S + SWEEP_S) + 2 * ANSWER_S
 """From when a silent replica says no more that it goes on until its attempts are given up: two
 questions, each up to a look late, the second one's answer, and that of who is alive."""
-
-
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time, of which it has half an hour: to wait for ever is a failure."""
-
-    @wraps(test)
-    async def limited(*args: Any, **kwargs: Any) -> None:
-        async with asyncio.timeout(1800):
-            await test(*args, **kwargs)
-
-    return in_virtual_time(limited)
-
-
-class LoopClock:
-    """The time of the loop that runs."""
-
-    def __call__(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 def freezing(after: int, whole: Behaviour | None = None) -> Behaviour:

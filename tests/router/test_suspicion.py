@@ -31,9 +31,9 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import Client
 from sluice.scheduling.request.objective import SLO, TokenClock
-from tests.router.far_side import Behaviour, Clock, FarSide, Items, NoItems, attempt_at, serve
-from tests.router.test_resume import DIED
-from tests.router.test_stall_detector import CHAT, edge, says_so, virtual
+from tests.router.far_side import DIED, Behaviour, Clock, FarSide, Items, NoItems, attempt_at, serve
+from tests.router.test_stall_detector import CHAT, edge, says_so
+from tests.router.virtual_time import virtual
 
 HUNG = ReplicaFailedError(Reason.REPLICA_FAILED, "The replica is unresponsive.", hung=True)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

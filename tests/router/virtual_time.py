@@ -3,8 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
 from heapq import heappop, heappush
 from itertools import count
+from typing import Any
+
+from sluice.replica.profiling import VirtualLoop
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on a loop in virtual time, of which it has half an hour: to wait for ever is a
+    failure."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def limited() -> None:
+            async with asyncio.timeout(1800):
+                await test(*args, **kwargs)
+
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(limited())
+
+    return run
+
+
+class LoopClock:
+    """The time of the loop that runs."""
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
 async def settle() -> None:
