@@ -49,14 +49,8 @@ HEADER_VALUES = (
 
 HEADERS = (
     *(name.encode() for names in wire.SLO_HEADER_SETS for name in names.values()),
-    *(
-        wire.QUEUE_TTL_HEADER.encode(),
-        wire.SESSION_HEADER.encode(),
-        b"x-slo-",
-        b"x-slo-unknown",
-        b"authorization",
-        b"host",
-    ),
+    *(wire.QUEUE_TTL_HEADER.encode(), wire.SESSION_HEADER.encode(), b"x-slo-", b"x-slo-unknown"),
+    *(b"authorization", b"host"),
     *(b"content-type", b"content-encoding", b"content-length", b"transfer-encoding", b"expect"),
     *(b"connection", b"upgrade", b"traceparent", b"x-request-id", b"accept-encoding", b"te"),
     *(b"range", b"if-none-match", b"cookie", b"x-forwarded-for", b"forwarded", b"trailer"),

@@ -363,13 +363,3 @@ async def test_messages_of_an_older_version_are_understood() -> None:
     assert not (await controller.report(older_delta)).resync
     (decision,) = (await controller.route([older_query])).decisions
     assert decision.replica_id in ("a", "b", "c")
-
-
-async def test_tables_of_another_version_are_refused_and_harm_nobody() -> None:
-    controller = await fleet()
-    before = await state(controller)
-    other = np.zeros(1, [*ROW.descr, ("more", "<i4")])
-    with pytest.raises(ValueError, match="no message has an array of"):
-        await controller.hello(hello("c", [waiting_row(5, 10)])._replace(rows=other))
-    assert await state(controller) == before
-    await check_sound(controller)

@@ -148,10 +148,6 @@ async def test_open_is_for_this_machine_and_not_for_pages_of_other_sites() -> No
         ({"picker": {"port": 9002}, "metrics": {"access": "open"}}, "picker.port"),
         ({"admin": {"access": "open", "keys": [ADMIN]}}, "would open nothing"),
         ({"admin": {"access": "yes"}}, "off"),
-        (
-            {"admin": {"keys": [{"key": ADMIN, "limits": {"max_priority": 3}}]}},
-            "only key or sha256",
-        ),
         ({"admin": {"keys": ["with space"]}}, "printable ASCII"),
         ({"api_keys": [ADMIN], "admin": {"keys": [ADMIN]}}, "is also an API or metrics key"),
         ({"admin": {"kyes": []}}, "router.admin.kyes"),
@@ -224,16 +220,12 @@ async def test_a_request_is_found_by_the_id_that_its_client_was_told() -> None:
 
 async def test_a_request_is_found_by_its_clients_own_id() -> None:
     system = await operated()
-    for own, noted in (
-        ("mine-1", "mine-1"),
-        ("spaces & more", "spaces & more"),
-        ("x" * 1_000, "x" * 128),
-    ):
+    for own in ("mine-1", "spaces & more", "x" * 1_000):
         system.clock.now_s += TTL_S
         told = (await system.chat(USER, own.encode())).headers["x-sluice-request-id"]
         found = await system.ask(f"/admin/v1/decisions?request_id={quote(own)}")
         (decision,) = found.json()["decisions"]
-        assert (decision["request_id"], decision["client_request_id"]) == (told, noted)
+        assert (decision["request_id"], decision["client_request_id"]) == (told, own[:128])
     odd = await system.chat(USER, b"\xc3\xbcml\t1", b"another")
     (decision,) = (await system.ask("/admin/v1/decisions?limit=1")).json()["decisions"]
     assert decision["request_id"] == odd.headers["x-sluice-request-id"]
@@ -298,16 +290,12 @@ async def test_several_models_are_told_together() -> None:
     await system.controllers[1].controller.hello(hello("c"))
     system.controllers[2].up = False
     fleet = (await system.ask("/admin/v1/fleet")).json()
-    assert {each["replica_id"]: each["model"] for each in fleet["replicas"]} == {
-        "a": "m",
-        "b": "m",
-        "c": "m1",
-    }
+    models = {each["replica_id"]: each["model"] for each in fleet["replicas"]}
+    assert models == {"a": "m", "b": "m", "c": "m1"}
     assert [facts["up"] for facts in fleet["models"].values()] == [True, True, False]
     assert fleet["unavailable"] == ["m2"]
-    assert (await system.ask("/admin/v1/replicas/c/drain?force=true", method="POST")).json()[
-        "model"
-    ] == "m1"
+    drained = await system.ask("/admin/v1/replicas/c/drain?force=true", method="POST")
+    assert drained.json()["model"] == "m1"
     # The silent one may know it.
     unknown = await system.ask("/admin/v1/replicas/zz/drain", method="POST")
     assert unknown.status_code == 503
@@ -321,17 +309,9 @@ async def test_a_replica_is_drained_and_taken_back() -> None:
     await system.ask("/admin/v1/fleet")
     told = await system.ask("/admin/v1/replicas/a/drain", method="POST")
     assert told.status_code == 200
-    assert told.json() == {
-        "model": "m",
-        "replica_id": "a",
-        "draining": True,
-        "drain": "operator",
-        "left": 0,
-        "waiting": 0,
-        "running": 0,
-        "reserved": 0,
-        "remembered": True,
-    }
+    facts = {"model": "m", "replica_id": "a", "draining": True, "drain": "operator"}
+    counts = dict.fromkeys(("left", "waiting", "running", "reserved"), 0)
+    assert told.json() == {**facts, **counts, "remembered": True}
     for _ in range(4):
         assert (await system.chat()).headers["x-sluice-replica"] == "b"
     # At once, although the fleet was asked for a moment ago.
@@ -362,9 +342,8 @@ async def test_the_last_replica_of_a_model_is_drained_only_with_force() -> None:
     refused = await system.ask("/admin/v1/replicas/b/drain", method="POST")
     assert refused.status_code == 409
     error = error_of(refused)
-    assert (error["code"], error["param"]) == ("last_replica", "force") and "503" in error[
-        "message"
-    ]
+    assert (error["code"], error["param"]) == ("last_replica", "force")
+    assert "503" in error["message"]
     assert (await system.chat()).headers["x-sluice-replica"] == "b"
     for wrong in ("force=yes", "force=", "force=true&force=true"):
         path = f"/admin/v1/replicas/b/drain?{wrong}"

@@ -33,12 +33,7 @@ HOSTS = (
     *(b"//[", b"[v1.x]", b"localhost\\@evil.example", b"0x7f000001", b"evil.example"),
 )
 ORIGINS = (
-    *HOSTS,
-    b"null",
-    b"http://[",
-    b"http://127.0.0.1:8000",
-    b"http://localhost",
-    b"http://[::1",
+    *(*HOSTS, b"null", b"http://[", b"http://127.0.0.1:8000", b"http://localhost", b"http://[::1"),
 )
 
 hosts = st.sampled_from(HOSTS) | st.binary(max_size=20)
@@ -165,28 +160,22 @@ def test_where_it_is_open_nothing_that_is_sent_breaks_it(runner: asyncio.Runner)
     holds()
 
 
-def test_where_a_key_opens_it_nothing_else_does(runner: asyncio.Runner) -> None:
-    asked = Asked(runner, None)
-
-    @settings(max_examples=examples(200))
-    @given(sent)
-    def holds(request: Sent) -> None:
-        status = asked.check(request)
-        keys = [value for name, value in request[3] if name == b"authorization"]
-        if status < 300 and request[1].startswith("/admin/"):
-            assert [key[7:].strip() for key in keys] == [ADMIN.encode()]
-
-    holds()
-
-
-def test_who_has_the_key_breaks_nothing_either(runner: asyncio.Runner) -> None:
+@pytest.mark.parametrize("has_key", [False, True])
+def test_where_a_key_opens_it_nothing_else_does(runner: asyncio.Runner, has_key: bool) -> None:
     asked = Asked(runner, None)
     key = (b"authorization", f"Bearer {ADMIN}".encode())
 
     @settings(max_examples=examples(200))
     @given(sent)
     def holds(request: Sent) -> None:
-        rest = [header for header in request[3] if header[0] != b"authorization"]
-        asked.check((*request[:3], [*rest, key], request[4]))
+        *rest, given_headers, body = request
+        if has_key:
+            others = [header for header in given_headers if header[0] != b"authorization"]
+            given_headers = [*others, key]
+        method, path, query = rest
+        status = asked.check((method, path, query, given_headers, body))
+        keys = [value for name, value in given_headers if name == b"authorization"]
+        if status < 300 and path.startswith("/admin/"):
+            assert [each[7:].strip() for each in keys] == [ADMIN.encode()]
 
     holds()

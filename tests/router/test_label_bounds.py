@@ -93,6 +93,7 @@ def _odd_request(chance: random.Random, number: int) -> tuple[str, dict[str, Any
         "authorization": f"Bearer {key}",
         "x-request-id": odd,
         "x-sluice-session": odd,
+        "traceparent": f"00-{number + 1:032x}-{number + 1:016x}-01",
         "x-slo-priority": str(chance.choice([1, 5, MAX_PRIORITY, 11, 1.5])),
         "user-agent": odd,
     }

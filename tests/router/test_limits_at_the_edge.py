@@ -12,7 +12,7 @@ import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from sluice.router.config import MetricsConfig, RouterConfig
+from sluice.router.config import AdminConfig, MetricsConfig, RouterConfig
 from sluice.router.dispatch.models import TTL_S, Catalog
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.body import BodyBudget, HeldBytes
@@ -371,6 +371,7 @@ async def test_a_key_sees_and_uses_its_models_only() -> None:
 
 
 METRICS = MetricsConfig(keys=(SecretStr("metrics-key"),))
+ADMIN = AdminConfig(keys=(SecretStr("admin-key"),))
 
 
 @pytest.mark.parametrize(
@@ -383,6 +384,7 @@ METRICS = MetricsConfig(keys=(SecretStr("metrics-key"),))
         (keyed(key(), metrics=METRICS), None, 401),
         (keyed(key(), metrics=METRICS), "secret-1", 401),
         (keyed(key(), metrics=METRICS), "metrics-key", 200),
+        (keyed(key(), metrics=METRICS, admin=ADMIN), "admin-key", 401),
         (keyed(key(), metrics=MetricsConfig(access="open")), None, 200),
     ],
 )
