@@ -16,9 +16,8 @@ from sluice.router.batches.api import (
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     MAX_S,
-    MIN_S,
 )
-from sluice.router.config import RouterConfig
+from sluice.router.config import HOUR_S, RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
@@ -312,7 +311,7 @@ def _files() -> Schema:
             "purpose": {"enum": ["batch"]},
             "file": {"type": "string", "format": "binary"},
             "expires_after[anchor]": {"enum": ["created_at"]},
-            "expires_after[seconds]": {"type": "integer", "minimum": MIN_S, "maximum": MAX_S},
+            "expires_after[seconds]": {"type": "integer", "minimum": HOUR_S, "maximum": MAX_S},
         },
         "dependentRequired": {
             "expires_after[anchor]": ["expires_after[seconds]"],
@@ -343,7 +342,7 @@ def _batches(config: RouterConfig) -> Schema:
         "additionalProperties": False,
         "properties": {
             "anchor": {"enum": ["created_at"]},
-            "seconds": {"type": "integer", "minimum": MIN_S, "maximum": MAX_S},
+            "seconds": {"type": "integer", "minimum": HOUR_S, "maximum": MAX_S},
         },
     }
     body = {

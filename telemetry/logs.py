@@ -125,8 +125,7 @@ def of_request(request_id: str) -> Iterator[None]:
 
 def configure_logs(config: LogsConfig, process: str) -> None:
     """Log what this process does as ``config`` says, in place of an earlier set-up. ``process``
-    names it in each line, and its file. Raises OSError: the folder or file cannot be made or
-    opened."""
+    names it in each line, and its file. Raises OSError."""
     # Not `sys.stderr`: Serve puts a buffer of a thousand lines of its own log in its place.
     handler: logging.Handler = logging.StreamHandler(sys.__stderr__)
     if config.directory is not None:

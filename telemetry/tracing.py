@@ -47,8 +47,7 @@ class Kind(enum.Enum):
 
 
 class Span:
-    """A span that is being recorded; end it in any case. Callers must not set a prompt, an
-    output or a key as an attribute."""
+    """A span that is being recorded; end it in any case. Never set a prompt, an output or a key."""
 
     __slots__ = ("_offset_ns", "_span", "_tracer")
 
@@ -84,8 +83,7 @@ class Span:
         )
 
     def set(self, **attributes: Attribute | None) -> None:
-        """Set attributes; a double underscore in a name stands for a dot, and what is ``None`` is
-        left out."""
+        """Set attributes: ``a__b`` is named ``a.b``, and what is ``None`` is left out."""
         for name, value in attributes.items():
             if value is not None:
                 self._span.set_attribute(name.replace("__", "."), value)
@@ -152,21 +150,17 @@ class Tracer:
         self._trust_client = config.trust_client
 
     def begin(self, name: str, headers: Mapping[str, str], start_s: float) -> Span | None:
-        """The first span of a client's request, or ``None`` where it is not sampled.
-        ``headers``: names in lower case; what is no trace context is ignored. ``start_s``:
-        monotonic."""
+        """A client's request, or ``None``: not sampled. ``headers`` have names in lower case."""
         return self._first(name, headers if self._trust_client else {}, start_s)
 
     def join(self, name: str, context: Mapping[str, str], start_s: float) -> Span | None:
-        """The first span of a call from another process of ours, by its :attr:`Span.context`;
-        ``None`` where that one is not sampled."""
+        """A call from another process, by its :attr:`Span.context`; ``None``: not sampled."""
         return self._first(name, context, start_s) if context else None
 
     def start(
         self, name: str, context: Context, kind: Kind, start_s: float | None, offset_ns: int
     ) -> Span:
-        """A span in ``context`` from ``start_s`` (monotonic) or from now. ``offset_ns``: from the
-        monotonic clock to Unix time."""
+        """A span from ``start_s`` or now; ``offset_ns``: from its clock to Unix time."""
         span = self._tracer.start_span(
             name,
             context=context,
@@ -195,6 +189,5 @@ class Tracer:
 
 
 def make_tracer(config: TracingConfig, process: str) -> Tracer | None:
-    """The process's tracer, or ``None`` where tracing is off. Raises ValueError: OpenTelemetry is
-    not installed."""
+    """The process's tracer; ``None``: tracing is off. Raises ValueError: no OpenTelemetry."""
     return Tracer(config, process) if config.endpoint is not None else None

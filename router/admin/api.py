@@ -45,8 +45,7 @@ class Overseen(Protocol):
 
 
 class AdminService:
-    """One per router process. Each of ``controllers``, by model, is asked at most once in
-    :data:`TTL_S`."""
+    """One per router process; asks each of ``controllers`` at most once in :data:`TTL_S`."""
 
     def __init__(
         self, controllers: Mapping[str, Overseen], clock: Callable[[], float] = time.monotonic
@@ -64,8 +63,7 @@ class AdminService:
         return await self._fleet.get()
 
     async def decisions(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
-        """The last decisions, the latest first; ``request_id`` is Sluice's own or the client's.
-        Raises :class:`ApiError`: 503; no controller answered."""
+        """The last decisions, latest first; the id may be the client's. Raises ApiError: 503."""
         few = limit <= FEW_DECISIONS and request_id is None
         made = await self._decisions[FEW_DECISIONS if few else MAX_DECISIONS].get()
         if request_id is not None:
@@ -75,10 +73,8 @@ class AdminService:
 
     async def drain(self, replica_id: str, drain: bool, force: bool = False) -> dict[str, Any]:
         """Close a replica to new requests, or open it; ``force``: also the last one of its model.
-
-        Waits up to :data:`REMEMBER_LIMIT_S` until the replica remembers it, else ``remembered:
-        false``. Raises :class:`ApiError`: 404, unknown; 409, the last one; 503, a controller did
-        not answer."""
+        Waits up to :data:`REMEMBER_LIMIT_S` until the replica remembers it (``remembered``). Raises
+        ApiError: 404, unknown; 409, the last one; 503, a controller did not answer."""
         silent = False
         for model, controller in self._controllers.items():
             try:

@@ -44,8 +44,7 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
 def page_of(request: Request, default: int, most: int) -> Page:
-    """The page that a query asks for with ``after`` and ``limit``. Raises :class:`ApiError`:
-    400."""
+    """The page that a query asks for with ``after`` and ``limit``. Raises ApiError: 400."""
     query = request.query_params
     limit = query.get("limit", str(default))
     if not _DIGITS.fullmatch(limit) or not 1 <= int(limit) <= most:
@@ -65,7 +64,6 @@ def listed(records: Sequence[FileRecord | BatchRecord], has_more: bool) -> dict[
     }
 
 
-MIN_S = HOUR_S
 MAX_S = 30 * DAY_S
 
 
@@ -74,9 +72,9 @@ def expiry_s(name: str, anchor: Any, seconds: Any) -> int:
     if anchor != "created_at":
         raise invalid(f"{name}.anchor must be created_at, got {shown(anchor)}", f"{name}.anchor")
     seconds = as_integer(seconds)
-    if type(seconds) is not int or not MIN_S <= seconds <= MAX_S:
+    if type(seconds) is not int or not HOUR_S <= seconds <= MAX_S:
         raise invalid(
-            f"{name}.seconds must be an integer from {MIN_S} to {MAX_S}, got {shown(seconds)}",
+            f"{name}.seconds must be an integer from {HOUR_S} to {MAX_S}, got {shown(seconds)}",
             f"{name}.seconds",
         )
     return int(seconds)
@@ -96,15 +94,13 @@ class FilesApi:
         self._resources = resources
         self._uploads: Counter[str] = Counter()
 
-    def routes(self) -> APIRouter:
-        """The endpoints."""
-        routes = APIRouter(prefix="/v1/files")
-        routes.post("", response_model=None)(self._create)
-        routes.get("", response_model=None)(self._list)
-        routes.get("/{file_id}", response_model=None)(self._retrieve)
-        routes.get("/{file_id}/content", response_model=None)(self._content)
-        routes.delete("/{file_id}", response_model=None)(self._delete)
-        return routes
+    def add_to(self, routes: APIRouter) -> None:
+        """Add the endpoints."""
+        routes.post("/v1/files", response_model=None)(self._create)
+        routes.get("/v1/files", response_model=None)(self._list)
+        routes.get("/v1/files/{file_id}", response_model=None)(self._retrieve)
+        routes.get("/v1/files/{file_id}/content", response_model=None)(self._content)
+        routes.delete("/v1/files/{file_id}", response_model=None)(self._delete)
 
     async def _create(self, request: Request) -> Response:
         owner = owner_of(request)
@@ -138,7 +134,9 @@ class FilesApi:
         upload = await self._resources.store.begin_upload(owner_of(request))
         try:
             form = await receive(request, upload.write, limits.max_file_bytes, UPLOAD_TIMEOUT_S)
-            changes: dict[str, Any] = {"filename": _printable(form.filename or "")}
+            name = form.filename or ""
+            shown_name = "".join(c if c.isprintable() else "_" for c in name[:MAX_FILENAME])
+            changes: dict[str, Any] = {"filename": shown_name or "upload"}
             kept_s = _checked(form)
             record = await upload.close()
             if kept_s is not None:
@@ -210,17 +208,8 @@ def _checked(form: Form) -> int | None:
     anchor, seconds = fields.get(_FILE_FIELDS[1]), fields.get(_FILE_FIELDS[2])
     if anchor is None and seconds is None:
         return None
-    number = int(seconds) if seconds is not None and _is_number(seconds) else seconds
+    number = int(seconds) if seconds is not None and _DIGITS.fullmatch(seconds) else seconds
     return expiry_s("expires_after", anchor, number)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
-
-
-def _printable(name: str) -> str:
-    kept = "".join(each if each.isprintable() else "_" for each in name[:MAX_FILENAME])
-    return kept or "upload"
 
 
 MAX_BODY_BYTES = 64 << 10  # maximum body of a request to create a batch, bytes
@@ -229,7 +218,6 @@ MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
 """Maximum entries of a batch's metadata, and maximum characters of their keys and values."""
 
-BATCHES_PAGE = 20
 MAX_BATCHES_PAGE = 100  # batches in one page of the list
 _BATCH_FIELDS = (
     "input_file_id",
@@ -247,14 +235,12 @@ class BatchesApi:
         self._resources = resources
         self._runner = runner
 
-    def routes(self) -> APIRouter:
-        """The endpoints."""
-        routes = APIRouter(prefix="/v1/batches")
-        routes.post("", response_model=None)(self._create)
-        routes.get("", response_model=None)(self._list)
-        routes.get("/{batch_id}", response_model=None)(self._retrieve)
-        routes.post("/{batch_id}/cancel", response_model=None)(self._cancel)
-        return routes
+    def add_to(self, routes: APIRouter) -> None:
+        """Add the endpoints."""
+        routes.post("/v1/batches", response_model=None)(self._create)
+        routes.get("/v1/batches", response_model=None)(self._list)
+        routes.get("/v1/batches/{batch_id}", response_model=None)(self._retrieve)
+        routes.post("/v1/batches/{batch_id}/cancel", response_model=None)(self._cancel)
 
     async def _create(self, request: Request) -> Response:
         try:
@@ -304,7 +290,7 @@ class BatchesApi:
         )
 
     async def _list(self, request: Request) -> dict[str, Any]:
-        page = page_of(request, BATCHES_PAGE, MAX_BATCHES_PAGE)
+        page = page_of(request, 20, MAX_BATCHES_PAGE)
         found = await self._resources.store.ask(BatchState.batches, owner_of(request), page)
         return listed(*found)
 
@@ -365,9 +351,6 @@ def _output_expiry_s(value: Any) -> int | None:
     return expiry_s("output_expires_after", value.get("anchor"), value.get("seconds"))
 
 
-_METHODS = ["GET", "POST", "DELETE"]
-
-
 def batch_routes(
     config: RouterConfig,
     fleets: ModelRegistry,
@@ -376,8 +359,7 @@ def batch_routes(
     now: Callable[[], float] = time.time,
     telemetry: Telemetry | None = None,
 ) -> APIRouter:
-    """``/v1/files`` and ``/v1/batches``. Batches run between the application's start and end.
-    Raises :class:`OSError`: the configured folder cannot be used."""
+    """The endpoints; batches run between the application's start and end. Raises OSError."""
     if config.batches.directory is None:
         return _routes_when_off()
     batch_metrics = BatchMetrics(fleets.edge.registry)
@@ -400,8 +382,8 @@ def batch_routes(
         await resources.store.close()
 
     routes = APIRouter(lifespan=lifespan)
-    routes.include_router(FilesApi(resources).routes())
-    routes.include_router(BatchesApi(resources, runner).routes())
+    FilesApi(resources).add_to(routes)
+    BatchesApi(resources, runner).add_to(routes)
     return routes
 
 
@@ -415,6 +397,6 @@ def _routes_when_off() -> APIRouter:
         )
 
     for path in ("/v1/files", "/v1/batches"):
-        routes.api_route(path, methods=_METHODS, response_model=None)(off)
-        routes.api_route(path + "/{rest:path}", methods=_METHODS, response_model=None)(off)
+        for each in (path, path + "/{rest:path}"):
+            routes.api_route(each, methods=["GET", "POST", "DELETE"], response_model=None)(off)
     return routes

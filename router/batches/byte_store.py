@@ -46,9 +46,8 @@ def open_private(path: Path) -> int:
 
 
 class Routers:
-    """The routers that share a folder. Each locks the byte of a file at its random ``id``; the
-    system releases the lock with the process, so that liveness depends on no clock. Raises
-    :class:`OSError`."""
+    """The routers that share a folder. Each locks the byte of a file at its random ``id`` until its
+    process ends, so that liveness depends on no clock. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.id = secrets.randbits(62)
@@ -81,8 +80,7 @@ READ_BYTES: Final = 1 << 20  # bytes that are read at once
 
 class ByteStore:
     """Bytes by name, in a folder or at a URL (``s3://bucket/prefix``). All methods block; any
-    number of processes and threads may use them. Raises :class:`OSError`: unusable, or no package
-    for buckets."""
+    number of processes and threads may use them. Raises OSError."""
 
     def __init__(self, place: Path | str) -> None:
         self._folder = place if isinstance(place, Path) else None

@@ -112,8 +112,8 @@ class Resources:
 
 
 class BatchRun:
-    """Runs a claimed batch, or the rest of it, and releases it. It may end at any point, also by a
-    crash: the next router resumes from the state."""
+    """Runs a claimed batch and releases it. It may end at any point, also by a crash: the next
+    router resumes from the state."""
 
     def __init__(self, resources: Resources, record: BatchRecord, client: Client) -> None:
         self._resources = resources
@@ -390,8 +390,7 @@ class Runner:
             running.task.cancel()
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
-        """Batches that must end, then one of each owner (running ones included), then the
-        oldest."""
+        """Batches that must end, then one of each owner (running ones included), oldest first."""
         before = Counter(running.owner for running in self._runs.values())
         turns = []
         for record in waiting:

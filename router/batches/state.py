@@ -200,8 +200,7 @@ CREATE INDEX results_of ON results (batch_id, ok);
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database, created if missing, for one thread at a time. Raises sqlite3.Error,
-    OSError."""
+    """Open or create the database, for one thread at a time. Raises sqlite3.Error, OSError."""
     if not path.exists():  # never later: closing a file would release SQLite's locks on it
         os.close(open_private(path))
     db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -248,7 +247,7 @@ def page_of(
     db: sqlite3.Connection, select: str, table: str, where: str, values: list[Any], page: Page
 ) -> tuple[list[Any], bool]:
     """A page by creation time, and whether there is more. ``where`` is SQL with ``values``. Raises
-    :class:`ApiError`: the object after which the page begins does not exist."""
+    ApiError: the object after which the page begins does not exist."""
     side, order = ("<", "DESC") if page.newest_first else (">", "ASC")
     if page.after is not None:
         start = db.execute(
@@ -520,8 +519,7 @@ class BatchState:
     # Upkeep.
 
     def sweep(self) -> bool:
-        """Delete expired batches and results of ended ones; whether there may be more, as a large
-        transaction would keep others waiting."""
+        """Delete expired batches, and some results of ended ones; whether there may be more."""
         with changing(self._db):
             self._db.execute(
                 "DELETE FROM batches WHERE ended_s <= ?", (self._now() - self._config.retention_s,)

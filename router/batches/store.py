@@ -67,8 +67,7 @@ _log = logging.getLogger(__name__)
 
 class Store:
     """The files and batches of one configuration, used from one event loop per router. Methods
-    raise :class:`ApiError` if the disk is full, and :class:`OSError` if disk, database or bucket
-    fails or the database is of another version."""
+    raise ApiError if the disk is full, OSError if disk, database or bucket fails."""
 
     def __init__(self, config: BatchesConfig, directory: Path, now: Callable[[], float]) -> None:
         self._retention_s = config.retention_s

@@ -282,9 +282,8 @@ class AdmissionMetrics:
         failed: bool,
         moved: bool = False,
     ) -> bool | None:
-        """Count a promised request that ended, and return whether its SLO was met. ``None``,
-        unknown: the client left without a token before the deadlines. ``moved``: it left a late
-        replica."""
+        """Count a promised request that ended, and return whether its SLO was met; ``None``: its
+        client left without a token before the deadlines. ``moved``: it left a late replica."""
         slo, ttft_s, missed = figures.slo, figures.ttft_s, figures.missed
         service_class = slo.service_class
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
@@ -338,8 +337,7 @@ _OPERATION = "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_mo
 
 
 class UsageMetrics:
-    """What requests used and how long they took; a stream costs an observation per piece with
-    tokens."""
+    """What requests used and how long they took."""
 
     def __init__(self, make: Families, clients: ClientNames) -> None:
         self._clients = clients
@@ -439,10 +437,8 @@ DECISION_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1,
 
 
 class RouterMetrics:
-    """The router's metrics, in their own registry.
-
-    Latencies are the first choice's, when written to the socket; a plain response's, when it left
-    the engine. First and later tokens are apart for ProServe's weights ``w_p`` and ``w_d``."""
+    """The router's metrics. Latencies are the first choice's, when written to the socket; a plain
+    response's, when it left the engine."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -105,10 +105,9 @@ def scope_of(headers: Headers) -> dict[str, Any]:
 
 
 class AppCall:
-    """A request in the application, constructed on its event loop, for one of ``endpoints``.
-
-    ``outcome`` is ``None`` if the client had left before; ``broken``: a stream broke after
-    :class:`Pick`. Raises :class:`MalformedError`: the headers are no request's."""
+    """A request in the application, for one of ``endpoints``, constructed on its event loop.
+    ``outcome`` is ``None`` if the client left before; ``broken``: a stream broke after
+    :class:`Pick`. Raises MalformedError."""
 
     def __init__(
         self, app: ASGIApp, headers: Headers, endpoints: Collection[str] | None = None
@@ -209,8 +208,7 @@ class BrokenError(Exception):
 
 
 class Exchange:
-    """Answers one stream of messages. ``calls`` holds the call while the application runs it, which
-    may be longer than this stream."""
+    """Answers one stream of messages. ``calls`` holds its call, which may outlive the stream."""
 
     def __init__(
         self, app: ASGIApp, calls: set[asyncio.Task[None]], read: Read, write: Write

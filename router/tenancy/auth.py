@@ -262,11 +262,8 @@ class KeyRing:
     """The accepted keys and their clients. A ring without keys and file accepts every request.
 
     Only digests are kept, looked up by a keyed digest, so that guesses control neither comparisons
-    nor their time. ``O(1)``. :meth:`watch` opens the file by its path each time, as a mounted
-    secret is a symbolic link; an unusable file changes nothing.
-
-    ``classes`` is ``None`` for keys without limits. Raises ValueError: the file cannot be used (no
-    key is in the message); OSError."""
+    nor their time. ``O(1)``. ``classes`` is ``None`` for keys without limits. Raises OSError and
+    ValueError: the file cannot be used; no key is in the message."""
 
     def __init__(
         self,

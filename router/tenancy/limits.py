@@ -170,8 +170,7 @@ class Client:
         object.__setattr__(self, "tenant", _tenant_of(self.owner))
 
     def may_hold(self, held: float, free: float, part: float) -> bool:
-        """Whether it may use more of a router's resource, see ``fair_shares.has_room``; without
-        keys one client may use all."""
+        """Whether it may use more of a router's resource; without keys one client may use all."""
         return not self.tenant or has_room(held, free, self.caps.weight, part)
 
 
@@ -289,9 +288,7 @@ class Charge:
         output_tokens: int | None = None,
         left: bool = False,
     ) -> None:
-        """The request is over: return unused tokens. Only the first call has an effect.
-
-        ``head`` and ``tail`` are those of the response. Without the engine's count
+        """The request is over: return unused tokens, once. Without the engine's count in ``tail``,
         ``output_tokens`` count; ``None``: the whole reservation. ``left``: the client left, and
         unreported tokens may have been computed."""
         settle, self._settle = self._settle, None

@@ -411,8 +411,7 @@ class TokenVerifier:
         self._tenants: OrderedDict[str, tuple[Client, float]] = OrderedDict()
 
     def check(self, token: bytes) -> Client:
-        """The client of a token. Raises ApiError: 401, invalid; 403, no limits; 503, keys
-        unknown."""
+        """The client of a token. Raises ApiError: 401, invalid; 403, no limits; 503, no keys."""
         if len(token) > MAX_TOKEN_BYTES:
             raise refused(f"The token has {len(token)} bytes; allowed are {MAX_TOKEN_BYTES}.")
         digest = hashlib.sha256(token).digest()
@@ -431,8 +430,7 @@ class TokenVerifier:
         return accepted.client
 
     def holder(self, owner: str) -> Client | None:
-        """The tenant that is this ``owner``, with its latest limits; ``None`` if none was accepted,
-        or the last expired over :data:`REMEMBERED_S` ago."""
+        """The tenant that is this ``owner``, with its latest limits, :data:`REMEMBERED_S` long."""
         client, forget_s = self._tenants.get(owner, (None, 0.0))
         return client if self._now() < forget_s else None
 
