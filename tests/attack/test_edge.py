@@ -16,7 +16,6 @@ from uvicorn.server import ServerState
 
 from sluice.router.config import BatchesConfig, RouterConfig
 from sluice.router.errors import Reason
-from sluice.router.ingress.http_server import IDLE_S
 from sluice.router.metrics.instruments import OPERATIONS, PROVIDER, UNNAMED
 from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.body import BODY_TIMEOUT_S
@@ -54,9 +53,9 @@ class Attacked(NamedTuple):
 
 
 @asynccontextmanager
-async def attacked(config: RouterConfig, idle_s: float = IDLE_S) -> AsyncIterator[Attacked]:
+async def attacked(config: RouterConfig) -> AsyncIterator[Attacked]:
     edge = Edge(FarSide(a=serve), config=config)
-    async with listening(edge, idle_s=idle_s) as system:
+    async with listening(edge) as system:
         yield Attacked(edge, system.server.clients, system.port)
 
 
