@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf, nan
 from typing import Literal, NamedTuple
 
@@ -43,30 +44,22 @@ CHECKS: dict[Granularity, int] = {"off": 0, "layer": 1, "operator": 5}
 
 
 class Model(NamedTuple):
-    """A decoder's operators per layer (FlowPrefill §5.1), with weights of the linear ones in any
-    unit."""
+    """A decoder's layers, and the weights of their linear operators (FlowPrefill §5.1: QKV, O, gate
+    and up, down) in any unit."""
 
     layers: int
-    qkv: float
-    o: float
-    gate_up: float
-    down: float
+    weights: tuple[float, float, float, float]
 
     @classmethod
     def of_sizes(cls, layers: int, hidden: int, key_value: int, inner: int) -> Model:
         """From a model's ``hidden`` size, its width of keys (``key_value``) and of the MLP."""
-        return cls(
-            layers,
-            hidden * (hidden + 2 * key_value),
-            hidden * hidden,
-            2 * hidden * inner,
-            hidden * inner,
-        )
+        qkv, up = hidden * (hidden + 2 * key_value), 2 * hidden * inner
+        return cls(layers, (qkv, hidden * hidden, up, hidden * inner))
 
 
 LLAMA3_8B = Model.of_sizes(32, 4_096, 1_024, 14_336)
 LLAMA3_70B = Model.of_sizes(80, 8_192, 1_024, 28_672)
-QWEN3_30B_A3B = Model(48, 2_048 * 5_120, 4_096 * 2_048, 2_048 * 128, 8 * 3 * 2_048 * 768)
+QWEN3_30B_A3B = Model(48, (2_048 * 5_120, 4_096 * 2_048, 2_048 * 128, 8 * 3 * 2_048 * 768))
 """With the router's gate and 8 experts a token for ``gate_up_proj``, ``down_proj`` (§6.5)."""
 
 
@@ -75,7 +68,7 @@ class Pass:
     that depends on the context, and the linear operators the rest, by their weights. A check of
     ``check_s`` stands before each place where the pass can be left."""
 
-    __slots__ = ("_layer_s", "_layers", "_starts", "checks", "seconds")
+    __slots__ = ("_places_s", "seconds")
 
     def __init__(
         self,
@@ -89,42 +82,32 @@ class Pass:
         sums = np.array((1.0, *step[:7]))
         piece = latency.pieces[int((latency.pieces @ sums).argmax())]
         parts = piece * sums
-        whole_s = float(parts.sum()) * factor
-        self._layers = model.layers
-        shares = [0.0]
+        shares = [] if granularity == "off" else [0.0]
         if granularity == "operator":
             context = parts[PREFILL_SQUARE] + parts[PREFILL_CROSS] + parts[PREFILL_CONTEXT]
             attention = float(context / parts.sum())
-            weights = model.qkv + model.o + model.gate_up + model.down
-            linear = (1.0 - attention) / weights
-            shares.append(shares[-1] + linear * model.qkv)
-            shares.append(shares[-1] + attention)
-            shares.append(shares[-1] + linear * model.o)
-            shares.append(shares[-1] + linear * model.gate_up)
-        self.checks = model.layers * CHECKS[granularity]
-        self.seconds = whole_s + self.checks * check_s
-        self._layer_s = self.seconds / model.layers
-        self._starts = [share * self._layer_s for share in shares]
+            linear = (1.0 - attention) / sum(model.weights)
+            qkv, o, gate_up, _ = (linear * weight for weight in model.weights)
+            shares = list(accumulate((0.0, qkv, attention, o, gate_up)))
+        self.seconds = float(parts.sum()) * factor + model.layers * len(shares) * check_s
+        layer_s = self.seconds / model.layers
+        self._places_s = [
+            layer * layer_s + share * layer_s for layer in range(model.layers) for share in shares
+        ]
+
+    @property
+    def checks(self) -> int:
+        """How many it has."""
+        return len(self._places_s)
 
     def next_check_s(self, done_s: float) -> float:
         """When the next check is reached from ``done_s`` of its work, or ``seconds``."""
-        if not self.checks:
-            return self.seconds
-        layer = min(int(done_s / self._layer_s), self._layers - 1)
-        place = bisect_left(self._starts, done_s - layer * self._layer_s)
-        if place < len(self._starts):
-            return max(done_s, layer * self._layer_s + self._starts[place])
-        if layer + 1 == self._layers:
-            return self.seconds
-        return max(done_s, (layer + 1) * self._layer_s)
+        place = bisect_left(self._places_s, done_s)
+        return self._places_s[place] if place < self.checks else self.seconds
 
     def passed(self, done_s: float) -> float:
         """The share of its checks that it has passed, as an engine sees how far it is."""
-        if not self.checks:
-            return 0.0
-        layer = min(int(done_s / self._layer_s), self._layers - 1)
-        within = bisect_right(self._starts, done_s - layer * self._layer_s)
-        return (layer * len(self._starts) + within) / self.checks
+        return bisect_right(self._places_s, done_s) / max(1, self.checks)
 
 
 WHOLE = UNBOUNDED_TOKENS

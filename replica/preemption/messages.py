@@ -121,14 +121,12 @@ Command = RunTask | ResumeTask | DiscardTask | CallWorker | Exit
 
 
 class Timing(NamedTuple):
-    """When a task ran, monotonic seconds: total time that it was suspended, the time of each stop,
-    and how many checks it passed."""
+    """When a task ran, monotonic seconds: total time that it was suspended, and of each stop."""
 
     started_s: float
     ended_s: float
     suspended_s: float
     stopped_s: tuple[float, ...]
-    checks: int
 
     @property
     def busy_s(self) -> float:

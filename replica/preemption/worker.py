@@ -190,7 +190,6 @@ class _Running:
 
     task: int
     started_s: float
-    checks: int = 0
     stops: list[tuple[Callable[[], float], float]] = field(default_factory=list)
 
     def timing(self, ended_s: float) -> Timing:
@@ -201,7 +200,6 @@ class _Running:
             ended_s,
             sum(max(0.0, resumed_s - stopped_s) for stopped_s, resumed_s in stops),
             tuple(stopped_s for stopped_s, _ in stops),
-            self.checks,
         )
 
 
@@ -280,7 +278,6 @@ class TaskRunner:
                 try:
                     output, drafts = self._compute(lane, run)
                 finally:
-                    running.checks = self.checks.passed
                     lanes.leave(lane)
             answer = Done(run.task, output, drafts, running.timing(self._clock()))
         except _GivenUpError:

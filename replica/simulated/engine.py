@@ -87,7 +87,8 @@ class SimulatedEngine:
         self._clock = clock
         self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
         self._table.set_role(role)
-        log = config.batch_log and BatchLog(config.batch_log / f"{replica_id}.jsonl")
+        path = config.batch_log
+        log = None if path is None else BatchLog(path / f"{replica_id}.jsonl")
         model = profile.model.with_headroom(config.headroom)
         scheduler = LocalScheduler(policy, self._table, model, log, of_role=of_role)
         self._replica_id = replica_id

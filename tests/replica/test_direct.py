@@ -62,6 +62,23 @@ def request(tokens: int = TOKENS, stream: bool = True) -> EngineRequest:
     )
 
 
+@asynccontextmanager
+async def reading(fetch: str) -> AsyncIterator[httpx.Response]:
+    """A stream as a gateway reads it, from its first bytes on."""
+    address, ticket = fetch.split(" ")
+    headers = {TICKET_HEADER: ticket}
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"http://{address}/", headers=headers) as answer,
+    ):
+        yield answer
+
+
+def fetch_of(batch: Sequence[ResponseItem]) -> str:
+    assert isinstance(batch[0], ResponseHead)
+    return batch[0].fetch
+
+
 class Reader:
     """Takes a stream as Envoy does."""
 
@@ -71,11 +88,7 @@ class Reader:
 
     async def take(self, fetch: str, most: int = 1000) -> None:
         """All of it, or so many pieces."""
-        address, ticket = fetch.split(" ")
-        async with (
-            httpx.AsyncClient(timeout=60) as client,
-            client.stream("POST", f"http://{address}/", headers={TICKET_HEADER: ticket}) as answer,
-        ):
+        async with reading(fetch) as answer:
             assert answer.status_code == 200
             async for piece in answer.aiter_raw():
                 self.data += piece
@@ -111,13 +124,15 @@ def plain(items: Sequence[ResponseItem]) -> bytes:
     return b"".join(item.data for item in items if isinstance(item, ResponseChunk))
 
 
+async def relayed_by(replica: Replica) -> list[ResponseItem]:
+    """The same stream by way of the router."""
+    alone = replace(request(), direct_patience_s=None)
+    return [item async for batch in replica.generate(alone) for item in batch]
+
+
 async def test_the_reader_gets_the_stream_and_the_router_what_was_sent_when() -> None:
     async with running() as replica:
-        relayed = [
-            item
-            async for batch in replica.generate(replace(request(), direct_patience_s=None))
-            for item in batch
-        ]
+        relayed = await relayed_by(replica)
         items, reader = await serve(replica, request())
     assert undated(reader.data) == undated(plain(relayed))
     assert reader.ended
@@ -215,9 +230,8 @@ async def test_a_stream_of_nothing_is_not_to_be_fetched() -> None:
 async def test_a_ticket_opens_its_stream_once_and_no_other_opens_it() -> None:
     async with running(step_s=0.01) as replica:
         batches = replica.generate(request(500))
-        head = (await anext(batches))[0]
-        assert isinstance(head, ResponseHead)
-        address, ticket = head.fetch.split(" ")
+        fetch = fetch_of(await anext(batches))
+        address, ticket = fetch.split(" ")
         host, _, port = address.rpartition(":")
         name, _, secret = ticket.partition(".")
         for wrong in (f"{name}.{secret[:-1]}!", name, f"x.{secret}", "", "x" * 500):
@@ -226,9 +240,9 @@ async def test_a_ticket_opens_its_stream_once_and_no_other_opens_it() -> None:
             assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
             writer.close()
         taken = Reader()
-        await taken.take(head.fetch, most=1)
+        await taken.take(fetch, most=1)
         assert taken.data
-        assert (await forwarded(head.fetch)).status_code == 404
+        assert (await forwarded(fetch)).status_code == 404
         await batches.aclose()
 
 
@@ -246,23 +260,19 @@ async def forwarded(
 
 
 async def test_a_gateway_gets_the_stream_as_the_answer_to_its_clients_request() -> None:
-    answers: list[httpx.Response] = []
+    wrong: list[httpx.Response] = []
     async with running() as replica:
-        alone = replace(request(), direct_patience_s=None)
-        relayed = [item async for batch in replica.generate(alone) for item in batch]
+        relayed = await relayed_by(replica)
         items: list[ResponseItem] = []
         async for batch in replica.generate(request()):
             items += batch
             if isinstance(batch[0], ResponseHead):
                 fetch = batch[0].fetch
-                ticket = fetch.split(" ")[1]
-                other = f"{ticket[:-1]}!"
-                wrong = ([("x", "y")], [(TICKET_HEADER, other)], [(TICKET_HEADER, ticket)] * 2)
-                answers += [await forwarded(fetch, each) for each in wrong]
+                twice = [(TICKET_HEADER, fetch.split(" ")[1])] * 2
+                wrong += [await forwarded(fetch, each) for each in ([("x", "y")], twice)]
                 good = asyncio.create_task(forwarded(fetch))
-        answers.append(await forwarded(fetch))  # valid once
-    assert [answer.status_code for answer in answers] == [404] * 4
-    assert answers[0].json()["error"]["code"] == "not_found"
+    assert [answer.status_code for answer in wrong] == [404, 404]
+    assert wrong[0].json()["error"]["code"] == "not_found"
     answer = await good
     assert answer.status_code == 200
     assert answer.headers["content-type"] == f"{EVENT_STREAM}; charset=utf-8"
@@ -270,23 +280,10 @@ async def test_a_gateway_gets_the_stream_as_the_answer_to_its_clients_request() 
     assert sum(sum(item.tokens) for item in items if isinstance(item, ResponseSent)) == TOKENS
 
 
-@asynccontextmanager
-async def reading(head: ResponseItem) -> AsyncIterator[httpx.Response]:
-    """A stream as a gateway reads it, from its first bytes on."""
-    assert isinstance(head, ResponseHead)
-    address, ticket = head.fetch.split(" ")
-    headers = {TICKET_HEADER: ticket}
-    async with (
-        httpx.AsyncClient(timeout=60) as client,
-        client.stream("POST", f"http://{address}/", headers=headers) as answer,
-    ):
-        yield answer
-
-
 async def test_a_gateway_sees_that_a_stream_broke() -> None:
     async with running(step_s=0.01) as replica:
         batches = replica.generate(request(500))
-        async with reading((await anext(batches))[0]) as answer:
+        async with reading(fetch_of(await anext(batches))) as answer:
             with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                 async for _ in answer.aiter_raw():
                     await batches.aclose()
@@ -295,7 +292,7 @@ async def test_a_gateway_sees_that_a_stream_broke() -> None:
 async def test_the_work_ends_when_a_gateways_client_leaves() -> None:
     async with running(step_s=0.01) as replica:
         batches = replica.generate(request(500))
-        async with reading((await anext(batches))[0]):
+        async with reading(fetch_of(await anext(batches))):
             pass
         with pytest.raises(ClientLeftError):
             async for _ in batches:

@@ -64,7 +64,7 @@ def run_some_steps(table: StateTable) -> int:
 def test_what_suspensions_cost_is_there() -> None:
     table = StateTable.create(8)
     stats = Stats(rounds=9, suspended=1, resumes=2, discards=1, decide_s=0.5)
-    timing = Timing(0.0, 9.0, 3.0, (1.002, 2.3), 40)
+    timing = Timing(0.0, 9.0, 3.0, (1.002, 2.3))
     stats.ended([1.0, 2.0, 4.0], timing)
     table.write(**asdict(stats))
     samples = scrape(abc=table.read)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -45,15 +45,10 @@ class Bench:
         self.emissions: list[tuple[float, Any]] = []
 
     def submit(
-        self, name: Any, prompt: int, output: int, slo: SLO | None = None
+        self, name: Any, prompt: int, output: int, slo: SLO | None = None, **more: Any
     ) -> SimulatedSequence:
-        return self.core.submit(
-            RequestArgs(str(name), self.now_s, slo or SLO()),
-            hash(name) % 1000,
-            prompt,
-            output,
-            name,
-        )
+        args = RequestArgs(str(name), self.now_s, slo or SLO())
+        return self.core.submit(args, hash(name) % 1000, prompt, output, name, **more)
 
     def emit(self, sequence: SimulatedSequence) -> None:
         self.emissions.append((self.now_s, sequence.owner))
@@ -95,30 +90,25 @@ def test_times_are_those_of_the_latency_model() -> None:
     bench = Bench()
     bench.submit("a", 10, 3)
     bench.run()
-    # 10 new on a context of 10; then one token on a context of 11, and of 12.
-    first = 0.01 + 10 * 0.001 + 10 * 0.0001
-    second = first + 0.01 + 0.001 + 11 * 0.0001
-    third = second + 0.01 + 0.001 + 12 * 0.0001
-    assert [at for at, _ in bench.emissions] == pytest.approx([first, second, third])
+    # 10 new tokens on a context of 10; then one on a context of 11, and of 12.
+    took_s = [0.01 + 0.001 * new + 0.0001 * all_ for new, all_ in ((10, 10), (1, 11), (1, 12))]
+    assert [at for at, _ in bench.emissions] == pytest.approx(list(accumulate(took_s)))
     summary = bench.table.read().summary
     assert summary["correction"] == pytest.approx(1.0)
-    assert summary["last_step_s"] == pytest.approx(third - second)
+    assert summary["last_step_s"] == pytest.approx(took_s[-1])
 
 
 def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     bench = Bench(max_batch_tokens=4)
     bench.submit("a", 10, 2)
-    assert [bench.step() for _ in range(4)] == [
-        [("a", 4)],
-        [("a", 4)],
-        [("a", 2)],
-        [("a", 1)],
-    ]
+    assert [bench.step() for _ in range(4)] == [[("a", each)] for each in (4, 4, 2, 1)]
     assert not bench.core.live
 
 
 def test_the_state_table_follows_a_request() -> None:
     bench = Bench(kv_blocks=8, block_tokens=4)
+    summary = bench.table.read().summary
+    assert (summary["free_kv_blocks"], summary["total_kv_blocks"]) == (8, 8)
     bench.submit("a", 6, 3)
     state = bench.table.read()
     assert state.rows["pending_tokens"].tolist() == [6]
@@ -241,13 +231,22 @@ def test_a_tight_deadline_overtakes_long_prefills(policy: str) -> None:
     assert first_token_s[policy] < 0.2 < first_token_s["fcfs"]
 
 
-@dataclass
-class Load:
-    """A random engine and what happens to it; ``script`` is indexed by step."""
+class Event(NamedTuple):
+    """After ``wait`` steps a request comes; ``doomed``: it may be aborted in a step."""
+
+    wait: int
+    prompt: int
+    output: int
+    ttft_s: float | None
+    doomed: bool
+
+
+class Load(NamedTuple):
+    """A random engine and what happens to it."""
 
     policy: str
     limits: dict[str, int]
-    script: list[tuple[int, tuple[int, int, float | None], bool]] = field(default_factory=list)
+    script: list[Event]
 
 
 limits = st.fixed_dictionaries(
@@ -258,19 +257,24 @@ limits = st.fixed_dictionaries(
         "max_sequences": st.integers(1, 6),
     }
 )
-request_shape = st.tuples(
-    st.integers(1, 20), st.integers(1, 12), st.one_of(st.none(), st.floats(0.01, 2.0))
+event = st.builds(
+    Event,
+    st.integers(0, 5),
+    st.integers(1, 20),
+    st.integers(1, 12),
+    st.none() | st.floats(0.01, 2.0),
+    st.booleans(),
 )
 loads = st.builds(
     Load,
     st.sampled_from(sorted(POLICIES)),
     limits,
-    st.lists(st.tuples(st.integers(0, 5), request_shape, st.booleans()), max_size=14),
+    st.lists(event, max_size=14),
 )
 
 
 def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
-    """Play a load: each entry waits some steps, then submits, and may be aborted in a step."""
+    """What was emitted and what ran under a load."""
     bench = Bench(load.policy, max_model_tokens=32, **load.limits)
     ran = []
 
@@ -288,7 +292,7 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
 
     doomed: list[SimulatedSequence] = []
     submitted: dict[int, SimulatedSequence] = {}
-    for name, (wait, (prompt, output, ttft_s), is_doomed) in enumerate(load.script):
+    for name, (wait, prompt, output, ttft_s, is_doomed) in enumerate(load.script):
         for _ in range(wait):
             if bench.core.live:
                 step()
@@ -317,7 +321,7 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
     assert state.summary["steps"] == len(ran)
     assert state.summary["plan_mismatches"] == 0
     unfinished = {n for n, s in submitted.items() if s.emitted < s.output_tokens}
-    assert unfinished <= {n for n, entry in enumerate(load.script) if entry[2]}
+    assert unfinished <= {n for n, entry in enumerate(load.script) if entry.doomed}
     return bench.emissions, ran
 
 
@@ -325,12 +329,6 @@ def play(load: Load) -> tuple[list[tuple[float, Any]], list[Any]]:
 @given(loads)
 def test_every_request_ends_once_and_everything_returns(load: Load) -> None:
     assert play(load) == play(load)
-
-
-def test_an_engine_that_has_run_nothing_shows_its_memory() -> None:
-    bench = Bench(kv_blocks=64)
-    summary = bench.table.read().summary
-    assert (summary["free_kv_blocks"], summary["total_kv_blocks"]) == (64, 64)
 
 
 # In a process of its own, which has loaded no loop yet.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     request_key,
 )
-from sluice.replica.config import EngineConfig, SimulatedEngineConfig
+from sluice.replica.config import EngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.batching import POLICIES
 from sluice.scheduling.latency.model import LinearLatency
@@ -36,19 +37,15 @@ STUCK = {"step_s": 3600.0}
 
 @asynccontextmanager
 async def running(
-    truth: dict[str, float] = INSTANT, max_live: int = 64, **config: Any
+    truth: dict[str, float] = INSTANT,
+    max_live: int = 64,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
 ) -> AsyncIterator[SimulatedEngine]:
     simulated = {**truth, **config.pop("simulated", {})}
-    engine = SimulatedEngine(
-        EngineConfig(
-            kind="simulated",
-            model="model",
-            simulated=SimulatedEngineConfig(**simulated),
-            **{"policy": "fcfs", **config},
-        ),
-        "replica-1",
-        max_live,
-    )
+    config = {"policy": "fcfs", "simulated": simulated, **config}
+    made = EngineConfig.model_validate({"kind": "simulated", "model": "model", **config})
+    engine = SimulatedEngine(made, "replica-1", max_live, clock)
     await engine.start()
     try:
         yield engine
@@ -114,13 +111,10 @@ async def test_streamed_and_plain_give_the_same_text_and_counts() -> None:
 
 async def test_the_text_depends_on_the_prompt_and_nothing_else() -> None:
     async with running() as one, running(policy="slidebatching") as other:
+        asked = ((one, "a", "first"), (other, "b", "first"), (one, "c", "second"))
         texts = [
             (await body_of(engine, completion(name, prompt=prompt)))["choices"][0]["text"]
-            for engine, name, prompt in (
-                (one, "a", "first"),
-                (other, "b", "first"),
-                (one, "c", "second"),
-            )
+            for engine, name, prompt in asked
         ]
     assert texts[0] == texts[1] != texts[2]
 
@@ -226,21 +220,14 @@ async def test_a_full_engine_refuses_and_keeps_what_it_has() -> None:
 
 
 async def test_the_state_tells_age_objective_and_key() -> None:
-    clock_s = 1000.0
-    config = EngineConfig(
-        kind="simulated", policy="fcfs", simulated=SimulatedEngineConfig(step_s=3600)
-    )
-    engine = SimulatedEngine(config, "r", 4, clock=lambda: clock_s)
-    await engine.start()
     slo = SLO(ttft_s=0.5, priority=3)
-    task = asyncio.create_task(collect(engine, completion("a", waited_s=0.25, slo=slo)))
-    await until_live(engine, 1)
-    row = engine.state().rows[0]
-    assert (row["arrival_s"], row["priority"], row["ttft_s"]) == (999.75, 3, 0.5)
-    assert row["key"] == request_key("a")
-    assert row["prompt_tokens"] == 2
-    task.cancel()
-    await engine.stop()
+    async with running(STUCK, clock=lambda: 1000.0) as engine:
+        task = asyncio.create_task(collect(engine, completion("a", waited_s=0.25, slo=slo)))
+        await until_live(engine, 1)
+        row = engine.state().rows[0]
+        assert (row["arrival_s"], row["priority"], row["ttft_s"]) == (999.75, 3, 0.5)
+        assert (row["key"], row["prompt_tokens"]) == (request_key("a"), 2)
+        task.cancel()
 
 
 @pytest.mark.parametrize("waited_s", [-0.1, float("nan"), float("inf")])
@@ -324,8 +311,5 @@ async def test_the_batch_log_tells_what_ran(tmp_path: Path) -> None:
     async with running(batch_log=tmp_path) as engine:
         await collect(engine, completion("a", max_tokens=3))
     lines = (tmp_path / "replica-1.jsonl").read_text().splitlines()
-    assert [json.loads(line)["ran"] for line in lines] == [
-        [["a", 2, 0]],
-        [["a", 1, 2]],
-        [["a", 1, 3]],
-    ]
+    ran = [json.loads(line)["ran"] for line in lines]
+    assert ran == [[["a", 2, 0]], [["a", 1, 2]], [["a", 1, 3]]]

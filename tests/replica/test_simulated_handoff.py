@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,10 +14,10 @@ from sluice.protocol.requests import (
     KVHandle,
     ResponseChunk,
     ResponseHead,
+    ResponseItem,
     ResponseTail,
     Resume,
 )
-from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import Transfer
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.request.objective import SLO
@@ -48,31 +47,30 @@ async def hand_over(engine: SimulatedEngine, request: EngineRequest) -> KVHandle
     return tail.kv_handle
 
 
-@pytest.mark.parametrize("make", [chat, completion])
-async def test_the_answer_is_that_of_one_engine(make: Any) -> None:
-    request = make(max_tokens=8, n=1)
+def choices(items: list[ResponseItem]) -> list[bytes]:
+    """What follows ids and times in each event."""
+    data = b"".join(item.data for item in items if isinstance(item, ResponseChunk))
+    return [event.partition(b'"choices"')[2] for event in data.split(b"\n\n")]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [chat(max_tokens=6, n=1), completion(max_tokens=6), completion(max_tokens=6, stream=True)],
+    ids=["chat", "completion", "stream"],
+)
+async def test_the_answer_is_that_of_one_engine(request_: EngineRequest) -> None:
     async with running() as prefill, running() as decode:
-        plain = await collect(prefill, request)
-        kv_handle = await hand_over(prefill, request)
-        split = await collect(decode, replace(request, kv_handle=kv_handle))
+        plain = await collect(prefill, request_)
+        kv_handle = await hand_over(prefill, request_)
+        split = await collect(decode, replace(request_, kv_handle=kv_handle))
         summary = decode.state().summary
-        lengths = prefill.state()
-    assert [type(item) for item in split] == [type(item) for item in plain]
-    assert split[1].data.split(b'"choices"')[1] == plain[1].data.split(b'"choices"')[1]
-    assert (summary["transfers"], summary["transfer_failures"]) == (1, 0)
-    assert summary["transfer_tokens"] == kv_handle.prompt_tokens - 1
-    assert not len(lengths.rows)
-
-
-async def test_the_decode_side_streams_and_counts_everything() -> None:
-    request = completion(max_tokens=6, stream=True)
-    async with running() as prefill, running() as decode:
-        plain = await collect(prefill, request)
-        split = await collect(decode, replace(request, kv_handle=await hand_over(prefill, request)))
-    assert text_of(split) == text_of(plain)
+        assert not len(prefill.state().rows)
+    assert choices(split) == choices(plain)
     tail = split[-1]
     assert isinstance(tail, ResponseTail)
-    assert (tail.prompt_tokens, tail.output_tokens) == (2, 6)
+    assert (tail.prompt_tokens, tail.output_tokens) == (kv_handle.prompt_tokens, 6)
+    assert (summary["transfers"], summary["transfer_failures"]) == (1, 0)
+    assert summary["transfer_tokens"] == kv_handle.prompt_tokens - 1
 
 
 @pytest.mark.parametrize(
@@ -179,14 +177,7 @@ def test_kv_is_used_when_it_is_here_and_never_before(
     ready: dict[int, float] = {}
     for owner, (prompt, output, seconds, moved) in enumerate(asked):
         ready[owner] = seconds if moved else 0.0
-        core.submit(
-            RequestArgs(str(owner), 0.0, SLO()),
-            owner,
-            prompt,
-            output,
-            owner,
-            transfer=Transfer(0.0, seconds) if moved else None,
-        )
+        bench.submit(owner, prompt, output, transfer=Transfer(0.0, seconds) if moved else None)
     computed = dict.fromkeys(ready, 0)
     while core.queued:
         arrival_s = core.next_arrival_s()
@@ -207,9 +198,7 @@ def test_kv_is_used_when_it_is_here_and_never_before(
 def test_a_prompt_computed_for_another_engine_says_nothing_of_lengths() -> None:
     bench = Bench()
     for owner in range(40):
-        bench.core.submit(
-            RequestArgs(str(owner), 0.0, SLO()), owner, 10, 1, owner, prefill_only=True
-        )
+        bench.submit(owner, 10, 1, prefill_only=True)
     bench.run()
     later = bench.submit("later", 10, 30)
     assert later.tracked.expected_tokens != 1

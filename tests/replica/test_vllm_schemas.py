@@ -76,10 +76,10 @@ def by_schema(endpoint: Endpoint, schema: Any) -> dict[str, Any]:
     return {"response_format": form}
 
 
-def by_tool(schema: Any) -> dict[str, Any]:
+def by_tool(schema: Any, choice: Any = "required") -> dict[str, Any]:
     """The fields of a chat that must call a tool whose arguments obey a schema."""
     function = {"name": "f", "strict": True, "parameters": schema}
-    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
 
 
 def message(body: Any) -> str:
@@ -197,6 +197,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
     {"choice": [1]},
     {"grammar": ""},
     {"grammar": "root ::= ("},
+    {"grammar": "root ::= other"},
     {"grammar": 'root ::= "a" root'},
     {"grammar": 'root ::= a\na ::= "x" b\nb ::= a | b'},
     {"grammar": 'start: "a" start'},
@@ -240,8 +241,9 @@ async def test_a_malformed_constraint_is_the_clients_mistake(vllm: Any, stream: 
         for endpoint in PROMPTS
     ]
     asked += [
-        ("chat", {"stream": stream, **by_tool(schema)})
+        ("chat", {"stream": stream, **by_tool(schema, choice)})
         for schema in ({"$ref": "#"}, {"type": "object", "required": ["x"]}, {"type": "nothing"})
+        for choice in ("required", {"type": "function", "function": {"name": "f"}})
     ]
     asked += [
         ("chat", {"stream": stream, "response_format": form})

@@ -174,11 +174,6 @@ async def test_disconnected_clients_leave_nothing_behind(engine):
             await text(engine, request("more", [400, 401], 10.0, 1))
 
 
-@pytest.mark.release
-async def test_the_health_check_passes(engine):
-    await engine.check_health()
-
-
 @pytest.fixture
 def vllm_config(config, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
@@ -190,6 +185,14 @@ def vllm_config(config, tmp_path):
         config.vllm_args, config.model, "small", settings, False, config.transfer, "prefill"
     )
     return EngineArgs.from_cli_args(arguments).create_engine_config()
+
+
+@pytest.fixture
+def support():
+    """Imported late, as vLLM then reads its environment."""
+    from sluice.replica.preemption import support
+
+    return support
 
 
 REFUSED = [
@@ -211,41 +214,32 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), REFUSED, ids=[each[2] for each in REFUSED])
-async def test_what_is_not_supported_is_refused_at_start(vllm_config, path, value, reason):
-    from sluice.replica.preemption.support import check_preemption
-    from sluice.replica.vllm.support import UnsupportedVllmError
-
-    check_preemption(vllm_config)
+async def test_what_is_not_supported_is_refused_at_start(support, vllm_config, path, value, reason):
+    support.check_preemption(vllm_config)
     owner, _, name = path.rpartition(".")
     target = getattr(vllm_config, owner) if owner else vllm_config
     object.__setattr__(target, name, value)
-    with pytest.raises(UnsupportedVllmError, match=reason):
-        check_preemption(vllm_config)
+    with pytest.raises(support.UnsupportedVllmError, match=reason):
+        support.check_preemption(vllm_config)
 
 
-async def test_older_versions_are_refused_and_newer_ones_are_looked_at(vllm_config, caplog):
-    from sluice.replica.preemption.support import check_preemption
-    from sluice.replica.vllm.support import UnsupportedVllmError
-
-    with pytest.raises(UnsupportedVllmError, match=r"supported are 0\.26 and newer"):
-        check_preemption(vllm_config, "0.25.1")
+async def test_older_versions_are_refused_and_newer_ones_warn(support, vllm_config, caplog):
+    with pytest.raises(support.UnsupportedVllmError, match=r"supported are 0\.26 and newer"):
+        support.check_preemption(vllm_config, "0.25.1")
     caplog.set_level("WARNING", logger="sluice")
-    check_preemption(vllm_config, "0.99.0")
+    support.check_preemption(vllm_config, "0.99.0")
     assert "preemption was not run in vLLM 0.99.0" in caplog.text
 
 
-async def test_what_is_missing_is_told(vllm_config, monkeypatch):
+async def test_what_is_missing_is_told(support, vllm_config, monkeypatch):
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    from sluice.replica.preemption.support import check_preemption
-    from sluice.replica.vllm.support import UnsupportedVllmError
 
     monkeypatch.delattr(GPUModelRunner, "_model_forward")
     monkeypatch.setattr(KVCacheManager, "allocate_slots", lambda self, request, tokens: None)
     monkeypatch.setitem(sys.modules, "vllm.v1.cudagraph_dispatcher", None)
-    with pytest.raises(UnsupportedVllmError) as refused:
-        check_preemption(vllm_config)
+    with pytest.raises(support.UnsupportedVllmError) as refused:
+        support.check_preemption(vllm_config)
     assert re.search(
         r"lacks KVCacheManager\.allocate_slots\(_, _, delay_cache_blocks=\): "
         r"it takes \(self, request, tokens\); .*GPUModelRunner\._model_forward; .*"

@@ -7,7 +7,7 @@ import pytest
 
 from sluice.replica.vllm.local_model import local_model
 from tests.lora_adapter import write_adapter
-from tests.replica.preemption.trials import CheckedEngine, nested_work, random_trials
+from tests.replica.preemption.trials import CheckedEngine, check_trials, nested_work
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
@@ -40,9 +40,7 @@ def test_experts_have_checks_at_their_gate_and_before_they_compute(
     parts = ("qkv_proj", "o_proj", "attn", "gate", "routed_experts")
     assert {name.rpartition(".")[2] for name in checked} == set(parts)
     assert len(checked) == len(parts) * 2
-    found = random_trials(engine, TRIALS, seed=2)
-    assert found["same"] == TRIALS
-    assert found["stops"] >= TRIALS
+    check_trials(engine, TRIALS, seed=2)
 
 
 def test_compiled_code_runs_what_has_no_checks(engine_of, tmp_path):
@@ -56,9 +54,7 @@ def test_compiled_code_runs_what_has_no_checks(engine_of, tmp_path):
     eager = []
     forward = model.forward
     model.forward = lambda *args, **kwargs: eager.append(True) or forward(*args, **kwargs)
-    found = random_trials(engine, TRIALS, seed=3)
-    assert found["same"] == TRIALS
-    assert found["stops"] >= TRIALS
+    check_trials(engine, TRIALS, seed=3)
     # Every prefill runs twice, alone and among others; decodes of all of them are compiled.
     assert len(eager) >= 2 * TRIALS
 
@@ -89,6 +85,4 @@ def test_a_suspended_prefill_has_its_own_lora_adapter_when_it_resumes(engine_of,
     assert len(texts) == 3
     engine.adapters = {"w0": first, "w1": second, "w3": first}
     assert engine.use() == 5 * 2
-    found = random_trials(engine, TRIALS, seed=4)
-    assert found["same"] == TRIALS
-    assert found["stops"] >= TRIALS
+    check_trials(engine, TRIALS, seed=4)

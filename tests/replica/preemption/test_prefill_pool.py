@@ -26,12 +26,8 @@ TRANSFER = TransferConfig(connector="tcp")
 
 
 class PrefillEngine(CheckedEngine):
-    """Gives the KV of every prompt with one token of output away.
-
-    Attributes:
-        offers: of the prompts so far, by request.
-        given: what other requests tell of their prompt's KV.
-    """
+    """Gives the KV of every prompt with one token of output away: its ``offers`` by request.
+    ``given``: what other requests state of their prompt's KV."""
 
     def __init__(self, model, directory):
         from vllm.config import KVTransferConfig
@@ -136,14 +132,8 @@ def nothing_left(prefill, connector):
     """After every test all KV blocks are free, nothing is in flight, and no transfer is pending."""
     prefill.reset()
     yield
-    assert prefill.stack == ()
-    scheduler = prefill.scheduler
-    assert not scheduler.requests
-    assert not scheduler.in_flight
-    assert not scheduler.ending
-    prefill.reset()
-    assert prefill.free_blocks == scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
-    side = scheduler.connector._scheduler
+    prefill.check_idle()
+    side = prefill.scheduler.connector._scheduler
     assert not (side._offers or side._prefills or side._wanted)
     assert not (side._next.loads or side._next.saves)
     assert not connector.has_connector_metadata()
@@ -204,16 +194,7 @@ def test_a_prompt_that_fails_saves_nothing_and_the_suspended_one_does(prefill, d
     stopped, urgent = works(7, 1)
     at = checks // 2 + 1
     prefill.at_checks({at: lambda: prefill.add(urgent)})
-    check = prefill._checks.check
-    seen = []
-
-    def failing():
-        seen.append(True)
-        if len(seen) == at + 3:
-            raise ArithmeticError("as if an operator failed")
-        check()
-
-    prefill._checks.check = failing
+    prefill.fail_at(at + 3)
     prefill.add(stopped)
     results = prefill.run()
     assert results[urgent.name].reason == "error"

@@ -15,7 +15,7 @@ from sluice.replica.scheduler.speculation import with_all_lengths
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare, DecodeTurns
 from tests.replica.engines import EngineProcess, StockEngine, Work
-from tests.replica.preemption.trials import CheckedEngine, nested_work, random_trials, run_nested
+from tests.replica.preemption.trials import CheckedEngine, check_trials, nested_work, run_nested
 from tests.replica.preemption.waits import BOUNDS, STOCK, WAYS, Bench, Prompts, random_prompt
 
 pytestmark = pytest.mark.vllm
@@ -81,13 +81,7 @@ def nothing_left(engine):
     del engine.scheduler.publish
     for before, after in pairwise([0, *published]):
         assert (after >= before).all(), (before, after)
-    assert engine.stack == ()
-    assert not engine.scheduler.in_flight
-    assert not engine.scheduler.ending
-    assert not engine.scheduler.requests
-    engine.reset()
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    assert engine.free_blocks == pool.num_gpu_blocks - 1  # one is vLLM's null block
+    engine.check_idle()
 
 
 def watch_counters(engine):
@@ -119,19 +113,6 @@ def alone(engine, made):
     found = tokens_of({work.name: engine.alone(work) for work in made})
     engine.reset()
     return found
-
-
-def failing(engine, at):
-    """From now on an operator fails after ``at`` checks."""
-    stock, seen = engine._checks.check, []
-
-    def check():
-        seen.append(True)
-        if len(seen) == at:
-            raise ArithmeticError("as if an operator failed")
-        stock()
-
-    engine._checks.check = check
 
 
 @pytest.mark.release
@@ -166,9 +147,7 @@ def test_text_that_repeats_is_that_of_stock_vllm_with_the_same_drafts(engine, st
 def test_tokens_are_those_of_runs_without_preemption(engine):
     """At random places, whole and in chunks, nested one to three deep, with and without a common
     prefix. `python -m tests.replica.preemption.trials` does more of them."""
-    found = random_trials(engine, TRIALS, seed=1)
-    assert found["same"] == TRIALS
-    assert found["stops"] >= TRIALS
+    check_trials(engine, TRIALS, seed=1)
 
 
 def test_every_operator_has_a_check(engine):
@@ -268,7 +247,7 @@ def test_a_nested_prefill_that_fails_takes_nobody_with_it(engine):
     made = nested_work(random.Random(8), 2)
     expected = alone(engine, made[:2])
     engine.at_checks({middle: lambda: engine.add(made[1]), 2 * middle: lambda: engine.add(made[2])})
-    failing(engine, 2 * middle + 4)  # in the innermost
+    engine.fail_at(2 * middle + 4)  # in the innermost
     engine.add(made[0])
     results = engine.run()
     assert results.pop(made[2].name).reason == "error"

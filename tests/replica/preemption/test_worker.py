@@ -148,7 +148,6 @@ def test_every_task_is_answered_once_the_last_started_first(shape):
         if isinstance(answer, Done):
             passed = [at for task, at in trace if task == answer.task]
             assert passed == list(range(len(passed)))
-            assert answer.timing.checks == len(passed)
             assert answer.timing.busy_s >= 0
             assert answer.drafts.req_ids == [answer.task]
 

@@ -39,10 +39,26 @@ class CheckedEngine(PreemptiveEngine):
         self.stops = 0
         self.adapters: dict[str, Any] = {}
 
-    @property
-    def free_blocks(self) -> int:
-        """Number of unused KV blocks."""
-        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+    def check_idle(self) -> None:
+        """Nothing is in flight, and all KV blocks are free."""
+        scheduler = self.scheduler
+        assert self.stack == ()
+        assert not (scheduler.requests or scheduler.in_flight or scheduler.ending)
+        self.reset()
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's null block
+
+    def fail_at(self, at: int) -> None:
+        """Have an operator fail after so many checks from now, until the next :meth:`run` ends."""
+        check, seen = self._checks.check, []
+
+        def failing() -> None:
+            seen.append(True)
+            if len(seen) == at:
+                raise ArithmeticError("as if an operator failed")
+            check()
+
+        self._checks.check = failing
 
     def _request(self, work: Any, arrived_s: float | None, **more: Any) -> tuple[Any, ...]:
         request = super()._request(work, arrived_s, **more)
@@ -105,6 +121,13 @@ def random_trials(engine: CheckedEngine, trials: int, seed: int) -> dict[str, in
         stops += engine.stops - before
         same += all(matches(results[work.name], expected[work.name]) for work in made)
     return {"trials": trials, "stops": stops, "same": same}
+
+
+def check_trials(engine: CheckedEngine, trials: int, seed: int) -> None:
+    """All have the tokens of runs alone, and prefills were stopped."""
+    found = random_trials(engine, trials, seed)
+    assert found["same"] == trials
+    assert found["stops"] >= trials
 
 
 def nested_work(chance: random.Random, nested: int, shared: int = 0, output: int = 3) -> list[Work]:
