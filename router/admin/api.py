@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from sluice.controller.client import NoAnswerError
+from sluice.controller.client import ControllerClient, NoAnswerError
 from sluice.router.dispatch.models import Recent
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.ingress.access import ADMIN_PREFIX, PAGE_PATH
@@ -28,27 +28,13 @@ FEW_DECISIONS = 50  # that the live page shows, which asks often
 REMEMBER_LIMIT_S = 3.0  # a drain's answer waits so long until the replica remembers it
 
 
-class Overseen(Protocol):
-    """The part of a controller's client that the service uses."""
-
-    async def snapshot(self) -> dict[str, Any] | None:
-        """Its snapshot of replicas and classes; ``None`` if it does not answer."""
-
-    async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
-        """Its last decisions, the latest first; ``None`` if it does not answer."""
-
-    async def drain(self, replica_id: str, drain: bool, spare_last: bool) -> dict[str, Any] | None:
-        """Close or reopen; ``None``: unknown, ``last``: refused. Raises NoAnswerError."""
-
-    async def remembers(self, replica_id: str) -> bool | None:
-        """Whether a replica remembers the last drain setting; ``None`` if that is unknown."""
-
-
 class AdminService:
     """One per router process; asks each of ``controllers`` at most once in :data:`TTL_S`."""
 
     def __init__(
-        self, controllers: Mapping[str, Overseen], clock: Callable[[], float] = time.monotonic
+        self,
+        controllers: Mapping[str, ControllerClient],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controllers = dict(controllers)
         self._clock = clock
@@ -92,7 +78,7 @@ class AdminService:
             raise _no_controller()
         raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}.", "replica_id")
 
-    async def _remembered(self, controller: Overseen, replica_id: str) -> bool:
+    async def _remembered(self, controller: ControllerClient, replica_id: str) -> bool:
         since_s = self._clock()
         while (remembers := await controller.remembers(replica_id)) is False:
             if self._clock() - since_s > REMEMBER_LIMIT_S:
@@ -132,7 +118,7 @@ class AdminService:
         made = [{"model": model, **each} for model, own in found.items() for each in own or ()]
         return sorted(made, key=lambda each: float(each["age_ms"]))[:limit]
 
-    async def _ask(self, question: Callable[[Overseen], Any]) -> dict[str, Any]:
+    async def _ask(self, question: Callable[[ControllerClient], Any]) -> dict[str, Any]:
         """Each controller's answer, or ``None``. Raises ApiError: 503; none answered."""
         answers = await asyncio.gather(*map(question, self._controllers.values()))
         if all(answer is None for answer in answers):

@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from sluice.router.errors import ApiError, Reason
-from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client, TenantLimits
+from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client, TenantLimits, check_classes
 from sluice.router.wire import KEY_HEADERS, LABEL
 
 # Accepted API keys: entries of the configuration and of key files.
@@ -153,10 +153,7 @@ def check_entries(
     for client in (client_of(entry) for entry in named if entry.name is not None):
         if caps.setdefault(client.name, client.caps) != client.caps:
             raise ValueError(f"entries of {where} named {client.name!r} have different limits")
-    unknown = {name for entry in named for name in entry.limits.classes or ()} - set(classes)
-    if unknown:
-        known = ", ".join(sorted(classes))
-        raise ValueError(f"{where} name unknown classes {sorted(unknown)}; known are: {known}")
+    check_classes((entry.limits for entry in named), classes, f"{where} name")
 
 
 def check_bare(entries: Sequence[SecretStr | ApiKey], where: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final, Literal, NamedTuple
@@ -149,6 +149,14 @@ class TenantLimits(BaseModel):
             return self.min_tpot_ms
         floors = [floor for floor in (self.min_e2e_ms, self.min_ttft_ms) if floor is not None]
         return max(floors, default=None)
+
+
+def check_classes(limits: Iterable[TenantLimits], classes: Collection[str], what: str) -> None:
+    """Raises ValueError: ``what`` has limits with a class that is not one of ``classes``."""
+    unknown = {name for caps in limits for name in caps.classes or ()} - set(classes)
+    if unknown:
+        known = ", ".join(sorted(classes))
+        raise ValueError(f"{what} unknown classes {sorted(unknown)}; known are: {known}")
 
 
 NO_CAPS: Final = TenantLimits()  # limits of a key without any

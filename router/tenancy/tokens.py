@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.tenancy.auth import KeyRing, bearer_of, unknown_key
-from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client, TenantLimits
+from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client, TenantLimits, check_classes
 from sluice.router.wire import LABEL, is_loopback
 
 if TYPE_CHECKING:
@@ -142,12 +142,7 @@ def check_issuers(issuers: Mapping[str, TokenIssuer], classes: Collection[str]) 
         raise ValueError("two entries of issuers have the same issuer")
     for name, entry in issuers.items():
         limits = [*entry.limits.values(), *filter(None, [entry.default_limits])]
-        unknown = {each for caps in limits for each in caps.classes or ()} - set(classes)
-        if unknown:
-            known = ", ".join(sorted(classes))
-            raise ValueError(
-                f"issuers.{name} names unknown classes {sorted(unknown)}; known are: {known}"
-            )
+        check_classes(limits, classes, f"issuers.{name} names")
 
 
 # The signing keys of an issuer (RFC 7517): read in the background, used until they are too old.

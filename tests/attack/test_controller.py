@@ -334,16 +334,6 @@ async def test_a_report_under_another_replicas_name_is_asked_to_say_hello() -> N
     assert await state(controller) == before
 
 
-async def test_reports_of_an_earlier_epoch_and_replays_change_nothing() -> None:
-    controller = await fleet()
-    first = delta("a", epoch_of(controller), 1, {0: decode_row(1, 100)})
-    assert not (await controller.report(first)).resync
-    before = await state(controller)
-    for late in (first, first._replace(epoch=first.epoch - 1, seq=2), first._replace(seq=3)):
-        assert (await controller.report(late)).resync
-        assert await state(controller) == before
-
-
 def of_older(message: Any, fields: int) -> Any:
     """As it comes from a process whose class had only the first ``fields`` of them: a named tuple
     travels as its class and its fields in order."""
