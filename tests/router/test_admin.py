@@ -73,6 +73,11 @@ async def operated(config: dict[str, Any] | None = None, models: int = 1) -> Ope
     return await Operated(config, models).start()
 
 
+@pytest.fixture
+async def system() -> Operated:
+    return await operated()
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     found: dict[str, Any] = response.json()["error"]
     assert set(found) >= {"message", "type", "param", "code"}
@@ -82,8 +87,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 # Keys.
 
 
-async def test_admin_keys_and_user_keys_open_one_thing_each() -> None:
-    system = await operated()
+async def test_admin_keys_and_user_keys_open_one_thing_each(system: Operated) -> None:
     for path in PATHS:
         for wrong in (None, USER, ADMIN + "x", ADMIN[:-1], ""):
             refused = await system.ask(path, wrong)
@@ -180,8 +184,7 @@ def test_a_run_without_an_admin_key_gets_one_of_its_own() -> None:
 # What it says.
 
 
-async def test_the_fleet_is_told_with_the_classes_and_the_controller() -> None:
-    system = await operated()
+async def test_the_fleet_is_told_with_the_classes_and_the_controller(system: Operated) -> None:
     for _ in range(3):
         assert (await system.chat()).status_code == 200
     await system.local.hear(system.edge.metrics)
@@ -206,8 +209,7 @@ async def test_the_fleet_is_told_with_the_classes_and_the_controller() -> None:
     assert facts["decision_ms"]["count"] == 4 and fleet["unavailable"] == []
 
 
-async def test_a_request_is_found_by_the_id_that_its_client_was_told() -> None:
-    system = await operated()
+async def test_a_request_is_found_by_the_id_that_its_client_was_told(system: Operated) -> None:
     ids = [(await system.chat()).headers["x-sluice-request-id"] for _ in range(3)]
     listed = (await system.ask("/admin/v1/decisions?limit=2")).json()["decisions"]
     assert [each["request_id"] for each in listed] == [ids[2], ids[1]]
@@ -218,8 +220,7 @@ async def test_a_request_is_found_by_the_id_that_its_client_was_told() -> None:
     assert nothing.json() == {"decisions": []}
 
 
-async def test_a_request_is_found_by_its_clients_own_id() -> None:
-    system = await operated()
+async def test_a_request_is_found_by_its_clients_own_id(system: Operated) -> None:
     for own in ("mine-1", "spaces & more", "x" * 1_000):
         system.clock.now_s += TTL_S
         told = (await system.chat(USER, own.encode())).headers["x-sluice-request-id"]
@@ -255,8 +256,9 @@ async def test_wrong_parameters_are_named(query: str, param: str | None) -> None
     assert len(refused.text) < 500
 
 
-async def test_however_many_pages_are_open_the_controller_is_asked_once_a_second() -> None:
-    system = await operated()
+async def test_however_many_pages_are_open_the_controller_is_asked_once_a_second(
+    system: Operated,
+) -> None:
     await asyncio.gather(*(system.ask("/admin/v1/fleet") for _ in range(20)))
     queries = ["", "?limit=1", f"?limit={FEW_DECISIONS}"]
     await asyncio.gather(*(system.ask(f"/admin/v1/decisions{query}") for query in queries * 5))
@@ -269,8 +271,7 @@ async def test_however_many_pages_are_open_the_controller_is_asked_once_a_second
     assert system.local.snapshots == 2
 
 
-async def test_a_controller_that_is_silent_is_said_to_be_so_and_no_secret() -> None:
-    system = await operated()
+async def test_a_controller_that_is_silent_is_said_to_be_so_and_no_secret(system: Operated) -> None:
     system.local.up = False
     for method, path in (
         ("GET", "/admin/v1/fleet"),
@@ -304,8 +305,7 @@ async def test_several_models_are_told_together() -> None:
 # Draining.
 
 
-async def test_a_replica_is_drained_and_taken_back() -> None:
-    system = await operated()
+async def test_a_replica_is_drained_and_taken_back(system: Operated) -> None:
     await system.ask("/admin/v1/fleet")
     told = await system.ask("/admin/v1/replicas/a/drain", method="POST")
     assert told.status_code == 200
@@ -336,8 +336,7 @@ async def test_a_drain_is_answered_once_the_replica_remembers_it() -> None:
     assert controller.asked == REMEMBER_LIMIT_S + 1
 
 
-async def test_the_last_replica_of_a_model_is_drained_only_with_force() -> None:
-    system = await operated()
+async def test_the_last_replica_of_a_model_is_drained_only_with_force(system: Operated) -> None:
     await system.ask("/admin/v1/replicas/a/drain", method="POST")
     refused = await system.ask("/admin/v1/replicas/b/drain", method="POST")
     assert refused.status_code == 409
@@ -365,8 +364,7 @@ async def test_the_log_says_who_drained_what(caplog: pytest.LogCaptureFixture) -
     assert ADMIN not in caplog.text
 
 
-async def test_there_is_nothing_else_to_drain() -> None:
-    system = await operated()
+async def test_there_is_nothing_else_to_drain(system: Operated) -> None:
     unknown = await system.ask("/admin/v1/replicas/zz/drain", method="POST")
     assert unknown.status_code == 404 and "zz" in error_of(unknown)["message"]
     for path in ("/admin/v1/replicas/%20/drain", f"/admin/v1/replicas/{'x' * 300}/drain"):
@@ -378,8 +376,7 @@ async def test_there_is_nothing_else_to_drain() -> None:
 # The page.
 
 
-async def test_the_page_needs_no_key_and_trusts_nothing_else() -> None:
-    system = await operated()
+async def test_the_page_needs_no_key_and_trusts_nothing_else(system: Operated) -> None:
     for path, kind in (("/ui", "html"), ("/ui/page.css", "css"), ("/ui/api.js", "javascript")):
         got = await system.ask(path, None)
         assert got.status_code == 200 and kind in got.headers["content-type"]

@@ -172,6 +172,12 @@ def opened(tab: Tab, site: Site) -> Tab:
     return tab
 
 
+@pytest.fixture
+def tab(chromium: Browser, site: Site) -> Iterator[Tab]:
+    with chromium.tab() as tab:
+        yield opened(tab, site)
+
+
 def until_status(tab: Tab, wanted: str) -> None:
     """Have the page ask until it says this of itself."""
     tab.until(f"({POLL}, document.querySelector('#status').innerText === '{wanted}')")
@@ -215,78 +221,72 @@ def test_the_fleet_is_shown(
         check_whole(tab, site)
 
 
-def test_a_decision_tells_why(chromium: Browser, site: Site) -> None:
-    with chromium.tab() as tab:
-        opened(tab, site)
-        tab.enter("#request", f"{12:032x}")
-        tab.until("document.querySelectorAll('#decisions details').length === 1")
-        tab.until("document.querySelector('#decisions .why table')")
-        why = tab.text("#decisions .why")
-        for shown in (f"{12:032x}", "Observed TTFT", "most_gain chose", "TTFT 500 ms", "chosen"):
-            assert shown in why, why
-        assert "p7w1m4zt" in why and MARKUP in why and MARKUP in tab.text("#replicas")
-        assert tab.eval("document.images.length") == 0
-        # It stays open while the page goes on.
-        seen = tab.text("#decisions .age")
-        tab.until(f"document.querySelector('#decisions .age').innerText !== '{seen}'")
-        assert tab.eval("document.querySelector('#decisions details').open")
-        # By its client's own id, too.
-        tab.enter("#request", "Order/7")
-        tab.until(f"document.querySelector('#decisions .why')?.innerText.includes('{7:032x}')")
-        assert "Order/7" in tab.text("#decisions .why")
-        tab.enter("#request", MARKUP + "&limit=1")
-        tab.until("!document.querySelector('#no-decisions').hidden")
-        assert tab.eval("document.querySelector('#decisions-head').hidden")
-        tab.click("#find [type=reset]")
-        tab.until("document.querySelectorAll('#decisions details').length === 13")
-        check_whole(tab, site)
+def test_a_decision_tells_why(tab: Tab, site: Site) -> None:
+    tab.enter("#request", f"{12:032x}")
+    tab.until("document.querySelectorAll('#decisions details').length === 1")
+    tab.until("document.querySelector('#decisions .why table')")
+    why = tab.text("#decisions .why")
+    for shown in (f"{12:032x}", "Observed TTFT", "most_gain chose", "TTFT 500 ms", "chosen"):
+        assert shown in why, why
+    assert "p7w1m4zt" in why and MARKUP in why and MARKUP in tab.text("#replicas")
+    assert tab.eval("document.images.length") == 0
+    # It stays open while the page goes on.
+    seen = tab.text("#decisions .age")
+    tab.until(f"document.querySelector('#decisions .age').innerText !== '{seen}'")
+    assert tab.eval("document.querySelector('#decisions details').open")
+    # By its client's own id, too.
+    tab.enter("#request", "Order/7")
+    tab.until(f"document.querySelector('#decisions .why')?.innerText.includes('{7:032x}')")
+    assert "Order/7" in tab.text("#decisions .why")
+    tab.enter("#request", MARKUP + "&limit=1")
+    tab.until("!document.querySelector('#no-decisions').hidden")
+    assert tab.eval("document.querySelector('#decisions-head').hidden")
+    tab.click("#find [type=reset]")
+    tab.until("document.querySelectorAll('#decisions details').length === 13")
+    check_whole(tab, site)
 
 
-def test_a_decision_tells_how_its_request_ended(chromium: Browser, site: Site) -> None:
-    with chromium.tab() as tab:
-        opened(tab, site)
+def test_a_decision_tells_how_its_request_ended(tab: Tab, site: Site) -> None:
 
-        def row(key: int) -> str:
-            return tab.text(f"#decisions [data-key='{key:016x}'] summary")
+    def row(key: int) -> str:
+        return tab.text(f"#decisions [data-key='{key:016x}'] summary")
 
-        assert "promised" in row(12) and "210 ms kept" in row(12)
-        assert "best effort no objective stated" in row(11) and row(11).endswith("210 ms")
-        assert "not ended yet" in row(10) and "missed TPOT, end to end" in row(9)
-        assert "client left after 1.0 s" in row(6) and "failed: stream_broken" in row(3)
-        assert "refused TTFT out of reach" in row(50) and "refused: slo_unattainable" in row(50)
-        # It ends while somebody reads of it.
-        tab.click(f"#decisions [data-key='{10:016x}'] summary")
-        tab.until("document.querySelector('#decisions .why')")
-        assert "Observed" not in tab.text("#decisions .why")
-        site.local.ended(RequestEnding(f"{10:032x}", "ok", ("ttft",), 7, 2.5, 0.02, 2.8))
-        site.do(site.local.hear(site.edge.metrics))
-        tab.until("document.querySelector('#decisions .why').innerText.includes('7 tokens')")
-        assert "2.5 s missed TTFT" in row(10)
-        assert tab.eval("document.querySelectorAll('#decisions .why').length") == 1
-        check_whole(tab, site)
+    assert "promised" in row(12) and "210 ms kept" in row(12)
+    assert "best effort no objective stated" in row(11) and row(11).endswith("210 ms")
+    assert "not ended yet" in row(10) and "missed TPOT, end to end" in row(9)
+    assert "client left after 1.0 s" in row(6) and "failed: stream_broken" in row(3)
+    assert "refused TTFT out of reach" in row(50) and "refused: slo_unattainable" in row(50)
+    # It ends while somebody reads of it.
+    tab.click(f"#decisions [data-key='{10:016x}'] summary")
+    tab.until("document.querySelector('#decisions .why')")
+    assert "Observed" not in tab.text("#decisions .why")
+    site.local.ended(RequestEnding(f"{10:032x}", "ok", ("ttft",), 7, 2.5, 0.02, 2.8))
+    site.do(site.local.hear(site.edge.metrics))
+    tab.until("document.querySelector('#decisions .why').innerText.includes('7 tokens')")
+    assert "2.5 s missed TTFT" in row(10)
+    assert tab.eval("document.querySelectorAll('#decisions .why').length") == 1
+    check_whole(tab, site)
 
 
-def test_charts_say_what_they_show(chromium: Browser, site: Site) -> None:
-    with chromium.tab() as tab:
-        opened(tab, site)
-        assert tab.eval("document.querySelectorAll('.chart figcaption').length") == 6
-        # Thirty requests in ten seconds; the axis goes on to the next round number.
-        for number, texts in {
-            1: ("Requests", "5.0/s", "0/s", "s ago", "now"),
-            4: ("First token (TTFT)", "p50", "p95", " ms", "s ago"),
-        }.items():
-            chart = tab.text(f".chart:nth-child({number})")
-            assert all(text in chart for text in texts), chart
-        # The last ten seconds are not over, so how many requests they have depends on the moment.
-        label = tab.eval("document.querySelector('svg').ariaLabel")
-        assert re.search(r"from [0-9.]+/s to 3\.0/s", label), label
-        said = "[...document.querySelectorAll('main svg')].map(s => s.getAttribute('aria-label'))"
-        for words in tab.eval(said):
-            assert "over the last" in words and "last " in words and "from" in words, words
-        assert tab.eval("[...document.querySelectorAll('main svg')].every(s => s.role === 'img')")
-        high = "[...document.querySelectorAll('main svg')].every(s => s.clientHeight >= 24)"
-        assert tab.eval(high)
-        check_whole(tab, site)
+def test_charts_say_what_they_show(tab: Tab, site: Site) -> None:
+    assert tab.eval("document.querySelectorAll('.chart figcaption').length") == 6
+    # Thirty requests in ten seconds; the axis goes on to the next round number.
+    for number, texts in {
+        1: ("Requests", "5.0/s", "0/s", "s ago", "now"),
+        4: ("First token (TTFT)", "p50", "p95", " ms", "s ago"),
+    }.items():
+        chart = tab.text(f".chart:nth-child({number})")
+        assert all(text in chart for text in texts), chart
+    # The last ten seconds are not over, so how many requests they have depends on the moment.
+    label = tab.eval("document.querySelector('svg').ariaLabel")
+    assert re.search(r"from [0-9.]+/s to 3\.0/s", label), label
+    said = "[...document.querySelectorAll('main svg')].map(s => s.getAttribute('aria-label'))"
+    for words in tab.eval(said):
+        assert "over the last" in words and "last " in words and "from" in words, words
+    assert tab.eval("[...document.querySelectorAll('main svg')].every(s => s.role === 'img')")
+    high = "[...document.querySelectorAll('main svg')].every(s => s.clientHeight >= 24)"
+    assert tab.eval(high)
+    check_whole(tab, site)
 
 
 def test_without_data_the_page_says_so(chromium: Browser) -> None:
@@ -369,94 +369,82 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_refused(chromium: Browser, site: 
         assert all("401" in each for each in tab.complaints)
 
 
-def test_draining_takes_two_clicks_and_is_taken_back_with_one(
-    chromium: Browser, site: Site
-) -> None:
+def test_draining_takes_two_clicks_and_is_taken_back_with_one(tab: Tab, site: Site) -> None:
     button = "[data-replica=p7w1m4zt] button"
-    with chromium.tab() as tab:
-        opened(tab, site)
-        tab.click(button)
-        assert "Sure" in tab.text(button)
-        assert not site.do(site.local.controller.route([])).closed
-        tab.click(button)
-        tab.until(f"document.querySelector('{button}').innerText === 'Take back'")
-        assert site.do(site.local.controller.route([])).closed == ("p7w1m4zt",)
-        tab.until("document.querySelector('[data-replica=p7w1m4zt]').innerText.includes('left')")
-        tab.click(button)
-        tab.until(f"document.querySelector('{button}').innerText === 'Drain'")
-        assert site.do(site.local.controller.route([])).closed == ()
-        check_whole(tab, site)
+    tab.click(button)
+    assert "Sure" in tab.text(button)
+    assert not site.do(site.local.controller.route([])).closed
+    tab.click(button)
+    tab.until(f"document.querySelector('{button}').innerText === 'Take back'")
+    assert site.do(site.local.controller.route([])).closed == ("p7w1m4zt",)
+    tab.until("document.querySelector('[data-replica=p7w1m4zt]').innerText.includes('left')")
+    tab.click(button)
+    tab.until(f"document.querySelector('{button}').innerText === 'Drain'")
+    assert site.do(site.local.controller.route([])).closed == ()
+    check_whole(tab, site)
 
 
-def test_before_the_last_replica_is_drained_the_page_asks(chromium: Browser, site: Site) -> None:
+def test_before_the_last_replica_is_drained_the_page_asks(tab: Tab, site: Site) -> None:
     button = "[data-replica=p7w1m4zt] button"
     for other in ("k3x9a2bq", MARKUP):
         site.do(site.local.controller.drain(other, True))
-    with chromium.tab() as tab:
-        opened(tab, site)
-        for answer, then in (("false", "Drain"), ("true", "Take back")):
-            tab.eval(f"window.confirm = (text) => {{ window.asked = text; return {answer}; }}, 0")
-            tab.click(button)
-            tab.click(button)
-            tab.until("(window.asked ?? '').includes('last replica')")
-            tab.until(f"document.querySelector('{button}').innerText === '{then}'")
-            tab.eval("delete window.asked, 0")
-            drained = "p7w1m4zt" in (site.do(site.local.controller.route([])).closed or ())
-            assert drained == (answer == "true")
+    for answer, then in (("false", "Drain"), ("true", "Take back")):
+        tab.eval(f"window.confirm = (text) => {{ window.asked = text; return {answer}; }}, 0")
+        tab.click(button)
+        tab.click(button)
+        tab.until("(window.asked ?? '').includes('last replica')")
+        tab.until(f"document.querySelector('{button}').innerText === '{then}'")
+        tab.eval("delete window.asked, 0")
+        drained = "p7w1m4zt" in (site.do(site.local.controller.route([])).closed or ())
+        assert drained == (answer == "true")
     for each in ("k3x9a2bq", "p7w1m4zt", MARKUP):
         site.do(site.local.controller.drain(each, False))
 
 
-def test_a_replica_in_quarantine_says_why_and_what_comes_next(
-    chromium: Browser, site: Site
-) -> None:
+def test_a_replica_in_quarantine_says_why_and_what_comes_next(tab: Tab, site: Site) -> None:
     card = "document.querySelector('[data-replica=k3x9a2bq]')"
     controller = site.local.controller
-    with chromium.tab() as tab:
-        opened(tab, site)
-        # As often as opens a breaker also where the engine has just made a step.
-        notices = [TroubleNotice("k3x9a2bq", Trouble.HUNG)] * FAILURES
-        site.do(controller.troubled(1, notices))
-        tab.until(f"{card}.innerText.includes('in quarantine, it hangs')")
-        assert tab.eval(f"{card}.classList.contains('off')")
-        assert "2 of 3" in tab.text("#tiles")
-        tab.until(f"{card}.innerText.includes('one request at a time tries it')")
-        probe = RouteQuery(80, CLASSES["batch"], 100, request_id=f"{80:032x}")
-        reply = site.do(controller.route([probe]))
-        assert reply.decisions[0].replica_id == "k3x9a2bq"
-        report = delta("k3x9a2bq", reply.epoch, 2, finished=(80,))
-        report.summary["steps"] = 10
-        assert not site.do(controller.report(report)).resync
-        tab.until(f"{card}.innerText.includes('ready')")
-        tab.enter("#request", f"{80:032x}")
-        tab.until("document.querySelectorAll('#decisions details').length === 1")
-        tab.until("document.querySelector('#decisions .why table')")
-        assert "trial of a replica that was in quarantine" in tab.text("#decisions .why")
-        check_whole(tab, site)
+    # As often as opens a breaker also where the engine has just made a step.
+    notices = [TroubleNotice("k3x9a2bq", Trouble.HUNG)] * FAILURES
+    site.do(controller.troubled(1, notices))
+    tab.until(f"{card}.innerText.includes('in quarantine, it hangs')")
+    assert tab.eval(f"{card}.classList.contains('off')")
+    assert "2 of 3" in tab.text("#tiles")
+    tab.until(f"{card}.innerText.includes('one request at a time tries it')")
+    probe = RouteQuery(80, CLASSES["batch"], 100, request_id=f"{80:032x}")
+    reply = site.do(controller.route([probe]))
+    assert reply.decisions[0].replica_id == "k3x9a2bq"
+    report = delta("k3x9a2bq", reply.epoch, 2, finished=(80,))
+    report.summary["steps"] = 10
+    assert not site.do(controller.report(report)).resync
+    tab.until(f"{card}.innerText.includes('ready')")
+    tab.enter("#request", f"{80:032x}")
+    tab.until("document.querySelectorAll('#decisions details').length === 1")
+    tab.until("document.querySelector('#decisions .why table')")
+    assert "trial of a replica that was in quarantine" in tab.text("#decisions .why")
+    check_whole(tab, site)
 
 
-def test_what_is_old_looks_old_and_comes_back(chromium: Browser, site: Site) -> None:
+def test_what_is_old_looks_old_and_comes_back(tab: Tab, site: Site) -> None:
     offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
-    with chromium.tab() as tab:
-        opened(tab, site)
-        site.local.up = False
-        until_status(tab, "Controller silent")
-        assert "does not answer" in tab.text("#trouble") and "What is shown" in tab.text("#trouble")
-        assert float(tab.eval("getComputedStyle(document.querySelector('main')).opacity")) < 1
-        tab.call("Network.emulateNetworkConditions", offline=True, **offline)
-        until_status(tab, "Unreachable")
-        site.local.up = True
-        tab.call("Network.emulateNetworkConditions", offline=False, **offline)
-        until_status(tab, "Live")
-        assert tab.eval("document.querySelector('#trouble').hidden")
-        assert tab.eval("getComputedStyle(document.querySelector('main')).opacity") == "1"
-        tab.click("#pause")
-        assert tab.text("#status") == "Paused" and tab.text("#pause") == "Resume"
-        tab.enter("#request", "f" * 32)
-        tab.until("!document.querySelector('#no-decisions').hidden")
-        assert tab.text("#status") == "Paused"
-        tab.click("#pause")
-        tab.until("document.querySelector('#status').innerText === 'Live'")
+    site.local.up = False
+    until_status(tab, "Controller silent")
+    assert "does not answer" in tab.text("#trouble") and "What is shown" in tab.text("#trouble")
+    assert float(tab.eval("getComputedStyle(document.querySelector('main')).opacity")) < 1
+    tab.call("Network.emulateNetworkConditions", offline=True, **offline)
+    until_status(tab, "Unreachable")
+    site.local.up = True
+    tab.call("Network.emulateNetworkConditions", offline=False, **offline)
+    until_status(tab, "Live")
+    assert tab.eval("document.querySelector('#trouble').hidden")
+    assert tab.eval("getComputedStyle(document.querySelector('main')).opacity") == "1"
+    tab.click("#pause")
+    assert tab.text("#status") == "Paused" and tab.text("#pause") == "Resume"
+    tab.enter("#request", "f" * 32)
+    tab.until("!document.querySelector('#no-decisions').hidden")
+    assert tab.text("#status") == "Paused"
+    tab.click("#pause")
+    tab.until("document.querySelector('#status').innerText === 'Live'")
 
 
 def test_several_models_and_roles_are_told_apart(chromium: Browser) -> None:

@@ -71,6 +71,11 @@ async def reading(issuer: Issuer, **config: Any) -> Verifier:
     return verifier
 
 
+@pytest.fixture
+async def verifier(issuer: Issuer) -> Verifier:
+    return await reading(issuer)
+
+
 def unsigned(header: Any, claims: Any, signature: bytes = b"") -> str:
     return f"{part(header)}.{part(claims)}.{encoded(signature)}"
 
@@ -173,9 +178,8 @@ def changed(token: str) -> str:
 
 @pytest.mark.parametrize("case", FORGED)
 async def test_a_token_that_is_not_valid_gets_401_with_the_reason(
-    issuer: Issuer, case: str
+    issuer: Issuer, verifier: Verifier, case: str
 ) -> None:
-    verifier = await reading(issuer)
     make, said = FORGED[case]
     token = make(issuer)
     if case == "unknown key":
@@ -237,8 +241,9 @@ async def test_tenants_of_issuers_and_keys_of_the_same_name_are_different_client
             verifier.check(forged.encode())
 
 
-async def test_a_tenant_whose_name_is_no_label_gets_one_that_resembles_it(issuer: Issuer) -> None:
-    verifier = await reading(issuer)
+async def test_a_tenant_whose_name_is_no_label_gets_one_that_resembles_it(
+    issuer: Issuer, verifier: Verifier
+) -> None:
     names = {
         tenant: verifier.check(issuer.sign({"tenant": tenant}).encode()).name
         for tenant in ("auth0|7", "auth0_7", "ann@example.org", "unnamed", 'x"\n', "é" * 200)
@@ -249,9 +254,8 @@ async def test_a_tenant_whose_name_is_no_label_gets_one_that_resembles_it(issuer
 
 
 async def test_an_accepted_token_is_not_verified_again_until_it_expires(
-    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+    issuer: Issuer, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verifier = await reading(issuer)
     verified: list[Client] = []
     one_token = verifier._verify
 
@@ -273,8 +277,9 @@ async def test_an_accepted_token_is_not_verified_again_until_it_expires(
     assert "has expired" in verifier.refusal(token).message
 
 
-async def test_a_withdrawn_key_is_not_accepted_after_the_next_read(issuer: Issuer) -> None:
-    verifier = await reading(issuer)
+async def test_a_withdrawn_key_is_not_accepted_after_the_next_read(
+    issuer: Issuer, verifier: Verifier
+) -> None:
     token = issuer.sign().encode()
     verifier.check(token)
     issuer.keys = issuer.keys[1:]
@@ -320,9 +325,8 @@ async def until(condition: Any) -> None:
 
 
 async def test_unknown_keys_cause_one_read_in_a_while_and_a_new_key_is_found_by_it(
-    issuer: Issuer,
+    issuer: Issuer, verifier: Verifier
 ) -> None:
-    verifier = await reading(issuer)
     clock, reads = verifier.monotonic, issuer.paths
     watch = asyncio.create_task(verifier.watch())
     try:
