@@ -47,11 +47,11 @@ PROMISED = [
 def check_best_effort(serving: System) -> None:
     """The long request is evicted, and its client does not notice."""
     alone, _ = _stream(serving, lambda: None)
-    before = _evictions(serving)
+    before = serving.value(_EVICTIONS)
     answers: list[httpx.Response] = []
     disturbed, headers = _stream(serving, lambda: answers.extend(_promised(serving)))
     # Replicas push what they counted every second.
-    wait_until(lambda: _evictions(serving) > before, "the long request was evicted")
+    wait_until(lambda: serving.value(_EVICTIONS) > before, "the long request was evicted")
     assert headers["x-sluice-admission"] == "best-effort"
     for answer in answers:
         assert answer.status_code == 200, answer.text
@@ -87,15 +87,5 @@ def _promised(serving: System) -> list[httpx.Response]:
     for body in PROMISED:
         answers.append(httpx.post(url, json=body, timeout=120))
         # The controller hears a moment later that its memory is free.
-        wait_until(lambda: _requests(serving) <= 1, "only the long request is left")
+        wait_until(lambda: serving.live() <= 1, "only the long request is left")
     return answers
-
-
-def _requests(serving: System) -> int:
-    return sum(each["waiting"] + each["running"] for each in serving.snapshot()["replicas"])
-
-
-def _evictions(serving: System) -> float:
-    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
-    lines = [line for line in page.splitlines() if line.startswith(_EVICTIONS)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
@@ -51,6 +53,25 @@ class System:
 
     def live(self) -> int:
         return sum(each["waiting"] + each["running"] for each in self.snapshot()["replicas"])
+
+    def post(
+        self, body: dict[str, Any], path: str = "/v1/completions", **headers: str
+    ) -> httpx.Response:
+        """An answer; ``_`` in the name of a header is a dash."""
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        return httpx.post(f"{self.url}{path}", json=body, headers=named, timeout=240)
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=120).text
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of a metric over the series with these labels."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.metrics())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def scale(self, replicas: int) -> None:
         target = DeploymentID(name="Replica", app_name=self.config.name)

@@ -108,14 +108,3 @@ def stream(
     reasons = [choice["finish_reason"] for choice in choices]
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     return Streamed("".join(choice["text"] for choice in choices), answer.headers)
-
-
-def value(serving: System, name: str, label: str = "") -> float:
-    """The sum of a metric over the series that have ``label``, such as ``outcome="ok"``."""
-    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
-    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
-    return sum(
-        float(figure)
-        for series, _, figure in lines
-        if series.partition("{")[0] == name and label in series
-    )

@@ -94,12 +94,7 @@ def _wait_for(running: System, count: int, what: str) -> None:
 
 def _ask(running: System, name: str, **slo: float) -> httpx.Response:
     body = {**_BODY, "slo": {"class": name, **slo}}
-    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=PATIENCE_S)
-
-
-def _sample(running: System, name: str) -> float:
-    lines = httpx.get(f"{running.url}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
+    return running.post(body)
 
 
 def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() -> None:
@@ -119,7 +114,7 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() 
         wait_until(
             lambda: not running.snapshot()["replicas"], "the last one goes", PATIENCE_S, every_s=0.5
         )
-        started = _sample(running, "sluice_cold_starts_total")
+        started = running.value("sluice_cold_starts_total")
         listed = httpx.get(f"{running.url}/v1/models", timeout=60).json()["data"]
         assert [entry["id"] for entry in listed] == ["sim"]
         # Neither question has started one; a request does, also one that cannot wait for it.
@@ -133,8 +128,8 @@ def test_load_brings_replicas_and_silence_takes_them_without_a_failed_request() 
         assert patient.headers["x-sluice-admission"] == "guaranteed"
         assert float(patient.headers["x-sluice-predicted-ttft-ms"]) > 100
         wait_until(
-            lambda: _sample(running, "sluice_cold_starts_total") == started + 1,
+            lambda: running.value("sluice_cold_starts_total") == started + 1,
             "the start is counted",
             every_s=0.5,
         )
-        assert _sample(running, "sluice_startup_seconds") > 0
+        assert running.value("sluice_startup_seconds") > 0

@@ -55,7 +55,7 @@ class Streams:
 
 def sent(serving: System, counter: str = "sluice_replica_calls") -> dict[str, float]:
     """Calls to replicas so far, or what else is counted, by their way."""
-    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
+    page = serving.metrics()
     found = re.findall(rf'^{counter}_total{{.*way="(\w+)".*}} (\S+)$', page, re.MULTILINE)
     return {way: float(value) for way, value in found}
 
@@ -85,7 +85,7 @@ def test_streams_outlive_replicas_that_are_stopped_or_killed() -> None:
 
         def travels() -> bool:
             body = {"model": "sim", "prompt": "p", "max_tokens": 1}
-            httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
+            serving.post(body)
             return sent(serving).get("connection", 0.0) >= 4
 
         wait_until(travels, "calls travel over connections", every_s=0.2)
@@ -113,7 +113,5 @@ def test_streams_outlive_replicas_that_are_stopped_or_killed() -> None:
 def served_by(serving: System) -> set[str]:
     """The replicas of a few requests."""
     body = {"model": "sim", "prompt": "p", "max_tokens": 1}
-    answers = [
-        httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120) for _ in range(4)
-    ]
+    answers = [serving.post(body) for _ in range(4)]
     return {answer.headers["x-sluice-replica"] for answer in answers if answer.status_code == 200}

@@ -16,7 +16,6 @@ from tests.e2e.pools import (
     roles,
     stream,
     there,
-    value,
 )
 from tests.injuries import Process, replica
 from tests.known_profile import known_profile
@@ -108,17 +107,16 @@ def asked(serving: System) -> Iterator[Any]:
 def at(serving: System, role: str) -> int:
     """API calls at the replica of a role, whether or not its engine knows."""
     (found,) = there(serving, role)
-    label = f'replica="{found["replica_id"]}"'
-    return int(value(serving, "sluice_replica_live_requests", label))
+    return int(serving.value("sluice_replica_live_requests", replica=found["replica_id"]))
 
 
 def test_two_engines_give_the_text_of_one(serving: System, pair: dict[str, Process]) -> None:
-    before = value(serving, "sluice_kv_transfers_total")
+    before = serving.value("sluice_kv_transfers_total")
     answer = stream(serving, body("undisturbed"))
     assert answer.served_by(serving) == ("decode", "prefill")
     assert answer.text == whole(serving, "undisturbed", by="decode")
-    wait_until(lambda: value(serving, "sluice_kv_transfers_total") > before, "it is counted")
-    assert value(serving, "sluice_kv_transfer_failures_total") == 0
+    wait_until(lambda: serving.value("sluice_kv_transfers_total") > before, "it is counted")
+    assert serving.value("sluice_kv_transfer_failures_total") == 0
 
 
 def test_a_grammar_that_would_stop_engines_is_refused_before_they_see_it(

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.e2e.conftest import ASKING, LENIENT, System, system, wait_until
-from tests.e2e.pools import Streamed, fresh, only, roles, stream, value, wait_until_busy
+from tests.e2e.pools import Streamed, fresh, only, roles, stream, wait_until_busy
 from tests.injuries import replica
 
 pytestmark = pytest.mark.ray
@@ -57,7 +56,7 @@ def serving() -> Iterator[System]:
 def text(serving: System) -> str:
     """The answer when nothing goes wrong, of a mixed replica."""
     with only(serving, "mixed"):
-        answer = httpx.post(f"{serving.url}/v1/completions", json=BODY, timeout=120).json()
+        answer = serving.post(BODY).json()
     found = answer["choices"][0]["text"]
     assert isinstance(found, str) and len(found.split()) > TOKENS / 4
     return found
@@ -93,10 +92,10 @@ def test_no_request_is_lost_whoever_dies_and_when(serving: System, text: str) ->
                 replica(replica_id).kill()
 
         assert stream(serving, BODY, kill_midway).text == text
-    wait_until(lambda: value(serving, "sluice_resumes_total") >= 1, "it is counted")
-    assert value(serving, "sluice_split_decisions_total") >= 3
-    wait_until(lambda: value(serving, "sluice_kv_transfers_total") >= 1, "so are hand-overs")
-    assert value(serving, "sluice_replicas", 'role="mixed"') == 1
+    wait_until(lambda: serving.value("sluice_resumes_total") >= 1, "it is counted")
+    assert serving.value("sluice_split_decisions_total") >= 3
+    wait_until(lambda: serving.value("sluice_kv_transfers_total") >= 1, "so are hand-overs")
+    assert serving.value("sluice_replicas", role="mixed") == 1
 
 
 @pytest.mark.release

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import ASKING, PATIENT, System, system, wait_until
-from tests.e2e.pools import roles, stream, value
+from tests.e2e.pools import roles, stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.release]
 
@@ -79,9 +79,7 @@ def test_roles_follow_the_load_while_streams_run_and_all_of_them_are_whole() -> 
                     "prompts have replicas of their own",
                     show=serving.snapshot,
                 )
-                wait_until(
-                    lambda: value(serving, "sluice_split_decisions_total") > 0, "pairs serve"
-                )
+                wait_until(lambda: serving.value("sluice_split_decisions_total") > 0, "pairs serve")
             with clients.asking(14, **ANSWER):
                 wait_until(
                     lambda: roles(serving)["prefill"] < 2,
@@ -89,6 +87,6 @@ def test_roles_follow_the_load_while_streams_run_and_all_of_them_are_whole() -> 
                     show=serving.snapshot,
                 )
         assert clients.done > 20
-        assert value(serving, "sluice_role_changes_total") >= REPLICAS
+        assert serving.value("sluice_role_changes_total") >= REPLICAS
         # Nothing was cut off, so nothing had to be resumed.
-        assert value(serving, "sluice_resumes_total") == 0
+        assert serving.value("sluice_resumes_total") == 0

@@ -14,7 +14,6 @@ import pytest
 import ray
 from numba import njit
 from numba.core import event
-from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
@@ -152,7 +151,7 @@ def test_a_burst_compiles_nothing(serving: System) -> None:
             "stream": number % 3 > 0,
             "slo": slo[number % len(slo)],
         }
-        return httpx.post(f"{serving.url}/v1/completions", json=body, timeout=240).status_code
+        return serving.post(body).status_code
 
     with ThreadPoolExecutor(64) as threads:
         answers = list(threads.map(ask, range(96)))
@@ -167,18 +166,11 @@ def test_a_burst_compiles_nothing(serving: System) -> None:
     assert all(now > then for now, then in zip(in_engines(), before, strict=True))
 
 
-def counted(serving: System, name: str, service_class: str) -> float:
-    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and sample.labels["class"] == service_class
-    )
-
-
 def test_the_first_token_after_the_reasoning_is_judged_in_a_stream(serving: System) -> None:
     """The token that ends it has no text of its own."""
+
+    def staged(name: str) -> float:
+        return serving.value(f"sluice_{name}_total", **{"class": "staged"})
 
     def attained(ttft_ms: float) -> float:
         stages = [
@@ -194,16 +186,16 @@ def test_the_first_token_after_the_reasoning_is_judged_in_a_stream(serving: Syst
             "stream": True,
             "slo": {"class": "staged", "stages": stages},
         }
-        before = [counted(serving, f"sluice_{name}_total", "staged") for name in JUDGED]
+        before = [staged(name) for name in JUDGED]
         answer = httpx.post(f"{serving.url}/v1/chat/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         check_reasoned(answer)
 
         def ended() -> bool:
-            return counted(serving, f"sluice_{JUDGED[0]}_total", "staged") == before[0] + 1
+            return staged(JUDGED[0]) == before[0] + 1
 
         wait_until(ended, "it is counted")
-        return counted(serving, f"sluice_{JUDGED[1]}_total", "staged") - before[1]
+        return staged(JUDGED[1]) - before[1]
 
     assert [attained(ttft_ms) for ttft_ms in (60_000, 0.01) * 2] == [1, 0, 1, 0]
 

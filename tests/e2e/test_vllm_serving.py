@@ -109,11 +109,7 @@ def test_chat_and_completions_streamed_and_plain(
 def test_answers_name_replica_request_and_class(serving: System) -> None:
     loop = {"id": "six turns", "deadline_ms": 3_600_000}
     body = {"model": "local", "prompt": "one two", "max_tokens": 4, "slo": {"loop": loop}}
-    with httpx.Client(base_url=serving.url, timeout=120) as http:
-        answers = [
-            http.post("/v1/completions", json=body, headers={"x-slo-class": "interactive"})
-            for _ in range(6)
-        ]
+    answers = [serving.post(body, x_slo_class="interactive") for _ in range(6)]
     assert {answer.headers["x-sluice-class"] for answer in answers} == {"interactive"}
     left_ms = [float(answer.headers["x-sluice-loop-remaining-ms"]) for answer in answers]
     assert 3_600_000 > left_ms[0] > left_ms[-1] > 0
@@ -124,12 +120,8 @@ def test_answers_name_replica_request_and_class(serving: System) -> None:
 
 
 def _send(serving: System, service_class: str) -> httpx.Response:
-    return httpx.post(
-        f"{serving.url}/v1/completions",
-        json={"model": "local", "prompt": "one two three", "max_tokens": 4},
-        headers={"x-slo-class": service_class},
-        timeout=120,
-    )
+    body = {"model": "local", "prompt": "one two three", "max_tokens": 4}
+    return serving.post(body, x_slo_class=service_class)
 
 
 def test_a_promise_is_said_with_its_time_and_kept(serving: System) -> None:
@@ -138,8 +130,8 @@ def test_a_promise_is_said_with_its_time_and_kept(serving: System) -> None:
         assert answer.status_code == 200
         assert answer.headers["x-sluice-admission"] == "guaranteed"
         assert 0 < float(answer.headers["x-sluice-predicted-ttft-ms"]) < 60_000
-    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
-    assert 'sluice_promises_total{class="easy",outcome="missed"}' not in page
+    missed = {"class": "easy", "outcome": "missed"}
+    assert serving.value("sluice_promises_total", **missed) == 0
 
 
 @pytest.mark.parametrize(
@@ -159,36 +151,21 @@ def test_a_promise_covers_every_stage(
         "slo": {"stages": stages},
     }
 
-    def judged() -> dict[str, float]:
-        return promises(serving, "staged")
+    def judged(outcome: str) -> float:
+        name = "sluice_promises_total"
+        return serving.value(name, **{"class": "staged", "outcome": outcome})
 
-    before = judged()
-    answer = httpx.post(
-        f"{serving.url}/v1/completions",
-        json=body,
-        headers={"x-slo-class": "staged"},
-        timeout=120,
-    )
+    before = judged("kept")
+    answer = serving.post(body, x_slo_class="staged")
     assert answer.status_code == 200
     assert answer.json()["usage"]["completion_tokens"] == 12
     assert answer.headers["x-sluice-admission"] == admission
     kept = float(admission == "guaranteed")
     wait_until(
-        lambda: judged().get("kept", 0.0) - before.get("kept", 0.0) == kept,
+        lambda: judged("kept") - before == kept,
         "the promise is on the page",
     )
-    assert judged().get("missed", 0.0) == 0.0
-
-
-def promises(serving: System, service_class: str) -> dict[str, float]:
-    """Of a class, promises by what became of them."""
-    page = httpx.get(f"{serving.url}/metrics", timeout=120).text
-    return {
-        sample.labels["outcome"]: sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == "sluice_promises_total" and sample.labels["class"] == service_class
-    }
+    assert judged("missed") == 0.0
 
 
 def test_what_cannot_be_promised_is_best_effort_or_refused_as_its_class_says(
@@ -243,16 +220,8 @@ def test_large_requests_and_answers_come_through_once(serving: System) -> None:
     with httpx.Client(base_url=serving.url, timeout=120) as http:
 
         def blamed() -> float:
-            return sum(
-                sample.value
-                for family in text_string_to_metric_families(http.get("/metrics").text)
-                for sample in family.samples
-                if sample.name == "sluice_retries_total"
-                or (
-                    sample.name == "sluice_failure_notices_total"
-                    and sample.labels["reason"] == "failed"
-                )
-            )
+            notices = serving.value("sluice_failure_notices_total", reason="failed")
+            return notices + serving.value("sluice_retries_total")
 
         before = blamed()
         answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
@@ -295,7 +264,7 @@ def test_wrong_input_is_refused_by_name(
     serving: System, change: dict[str, Any], status: int, names: str
 ) -> None:
     body = {"model": "local", "prompt": "one two", "max_tokens": 4, **change}
-    answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
+    answer = serving.post(body)
     assert answer.status_code == status
     assert names in answer.json()["error"]["message"]
 
@@ -357,9 +326,7 @@ def test_requests_go_on_while_the_controller_is_dead(serving: System) -> None:
     pid = ray.get(serving.controller().__ray_call__.remote(lambda _: os.getpid()), timeout=120)
     os.kill(pid, signal.SIGKILL)
     body = {"model": "local", "prompt": "one two", "max_tokens": 4}
-    answers = [
-        httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120) for _ in range(5)
-    ]
+    answers = [serving.post(body) for _ in range(5)]
     assert [answer.status_code for answer in answers] == [200] * 5
 
     killed = time.monotonic()
@@ -383,12 +350,11 @@ def test_metrics_are_one_page_that_prometheus_reads(serving: System) -> None:
         "stream": True,
         "slo": {"class": "interactive"},
     }
-    httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
+    serving.post(body)
 
     def samples() -> dict[str, float]:
-        text = httpx.get(f"{serving.url}/metrics", timeout=120).text
         totals: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
+        for family in text_string_to_metric_families(serving.metrics()):
             assert {family.name, f"{family.name}_total"} & documented_metrics(), family.name
             for sample in family.samples:
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value

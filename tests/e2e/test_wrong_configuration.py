@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,3 +59,21 @@ def test_clients_of_a_model_that_serve_has_given_up_are_not_told_to_wait(tmp_pat
         wait_until(given_up, "no start is predicted", 240, lambda: code)
     finally:
         shared_ray.clear()
+
+
+FIELDS = {"engine": {"kind": "simulated", "model": "sim"}, "replica": {"count": 1}}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_routers_do_not_share_the_port_of_another_program(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = free_port()
+    monkeypatch.setattr("tests.e2e.conftest.free_port", lambda: taken)
+    with socket.socket() as other:
+        if shares:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", taken))
+        other.listen()
+        with pytest.raises(StartError, match="cannot listen on"), system(FIELDS):
+            pytest.fail("it started")

@@ -7,8 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests.e2e.conftest import System, wait_until
 
 BATCH_TOKENS = 512
@@ -46,7 +44,7 @@ def _run_load(serving: System) -> tuple[str, set[str]]:
     def send_long(number: int) -> None:
         # Each starts differently, so that none finds another's prefix in the cache.
         body = {**long_body, "prompt": f"{number} {_LONG_TEXT}"}
-        answer = httpx.post(f"{serving.url}/v1/completions", json=body, timeout=120)
+        answer = serving.post(body)
         assert answer.status_code == 200, answer.text
         ids.add(answer.headers["x-sluice-request-id"])
 
@@ -55,7 +53,7 @@ def _run_load(serving: System) -> tuple[str, set[str]]:
     for thread in threads:
         thread.start()
     wait_until(lambda: serving.live() == _LONG, "all long prefills are in the engine")
-    answer = httpx.post(f"{serving.url}/v1/completions", json=urgent_body, timeout=120)
+    answer = serving.post(urgent_body)
     for thread in threads:
         thread.join()
     assert answer.status_code == 200, answer.text
