@@ -38,16 +38,14 @@ SUPPORTED_RAY: Final = "2.60"
 """The minor version of Ray whose request router Sluice uses."""
 
 HEALTH_CHECK_PERIOD_S = 1.0
-"""Interval of Serve's health checks: a check costs next to nothing, and what is dead is replaced so
-much later."""
+"""Interval of Serve's health checks: a check costs little, and what is dead is replaced so much
+later."""
 
 OTHER_POOL_WAIT_S = 0.25
-"""How long a request waits for the first replica of a pool if it may use another pool, seconds. If
-all pools are empty they are tried again, see :mod:`sluice.router.dispatch.retries`."""
+"""How long a request waits for the first replica of a pool if it may use another pool, seconds."""
 
 _LOGGING = LoggingConfig(enable_access_log=False)
-"""Serve's access log is off: Sluice logs each request
-(:mod:`sluice.router.dispatch.access_log`)."""
+"""Serve's access log is off: Sluice logs each request."""
 
 _ADMITTED_BY_CONTROLLER = 1_000_000
 """Serve must not queue: the router and the replica limit their requests and refuse the rest."""
@@ -100,30 +98,27 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
 
 
 def check_ray(version: str = ray.__version__) -> None:
-    """Check that Sluice supports this version of Ray. Raises ValueError: it does not; the message
-    says which it supports."""
+    """Raises ValueError: Sluice does not support this version of Ray; the message says which it
+    does."""
     if not version.startswith(f"{SUPPORTED_RAY}."):
         raise ValueError(f"Sluice does not support Ray {version}; supported is {SUPPORTED_RAY}")
 
 
 def deployment_name(key: str | None, role: Role = "mixed", pool: str = "") -> str:
-    """Name of the deployment of a pool of a model's replicas; see
-    :class:`~sluice.deploy.config.ModelFleet`. A pool that is named as its role adds nothing."""
+    """Name of the deployment of a pool; a pool that is named as its role adds nothing."""
     name = REPLICA_DEPLOYMENTS[role] + (f".{pool}" if pool not in ("", role) else "")
     return name if key is None else f"{name}-{key}"
 
 
 def _roles(fleet: ModelFleet) -> dict[str, Role]:
-    """The role of each pool of one model by its name. Replicas that change their roles are in a
-    pool of each."""
+    """Role by pool of one model. Replicas that change their roles are in a pool of each."""
     if fleet.config.replica.elastic:
         return {role: role for role in ROLES}
     return {pool.name: pool.role for pool in fleet.pools}
 
 
 def _pools(fleet: ModelFleet, config: SluiceConfig) -> dict[str, Application]:
-    """The deployments of one model's replicas by the names of their pools. Replicas that change
-    their roles are all in one."""
+    """Deployment by pool of one model. Replicas that change their roles are all in one."""
     if fleet.config.replica.elastic:
         return dict.fromkeys(ROLES, _replicas(fleet, fleet.pools[0], config))
     return {pool.name: _replicas(fleet, pool, config) for pool in fleet.pools}
@@ -162,8 +157,7 @@ def _replicas(fleet: ModelFleet, pool: Pool, config: SluiceConfig) -> Applicatio
 
 
 def gpus_per_replica(pool: Pool) -> float:
-    """Ray GPUs of one replica: as configured, else one for each worker of the CUDA build of vLLM, 0
-    otherwise."""
+    """As configured, else one for each worker of the CUDA build of vLLM, and 0 otherwise."""
     if pool.replica.num_gpus is not None:
         return pool.replica.num_gpus
     on_gpus = pool.engine.kind == "vllm" and has_cuda_vllm()

@@ -19,13 +19,10 @@ from ray.serve.config import AutoscalingPolicy as ServePolicy
 from sluice.replica.config import AutoscalingConfig
 from sluice.scheduling.autoscaling import Load, Pool, ToZero, make_policy
 
-LOOK_BACK_LOOKS = 5
-"""Serve records metrics five times per look-back period, and keeps them for that period."""
-
 OLD_NEWS_S = 60.0
 """Largest age of a reported load, seconds."""
 
-_STATE, _TOLD_S = "sluice_state", "sluice_told_s"
+_STATE, _LAST_S = "sluice_state", "sluice_last_s"
 
 _log = logging.getLogger("ray.serve")
 
@@ -44,7 +41,7 @@ class ObjectivePolicy:
         """The number of replicas, and the state for the next call."""
         kept = {
             name: context.policy_state[name]
-            for name in (_STATE, _TOLD_S)
+            for name in (_STATE, _LAST_S)
             if name in context.policy_state
         }
         try:
@@ -60,7 +57,7 @@ class ObjectivePolicy:
     ) -> tuple[int, dict[str, Any]]:
         target = context.target_num_replicas
         load = latest_load(context.raw_metrics or {})
-        if load is None or not is_news(load.now_s, kept.get(_TOLD_S, -inf)):
+        if load is None or not is_news(load.now_s, kept.get(_LAST_S, -inf)):
             return target, kept
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         decide = self._policy.decide if least else self._to_zero.decide
@@ -74,14 +71,13 @@ class ObjectivePolicy:
                 decision.reason,
             )
         self._failed = False
-        return decision.replicas, {_STATE: dict(decision.state), _TOLD_S: load.now_s}
+        return decision.replicas, {_STATE: dict(decision.state), _LAST_S: load.now_s}
 
 
-def is_news(now_s: float, told_s: float) -> bool:
-    """Whether a load of time ``now_s`` is newer than one of ``told_s``, on the controller's
-    clock. A clock that is far behind is another one: the controller was restarted on another
-    host."""
-    return now_s > told_s or now_s < told_s - OLD_NEWS_S
+def is_news(now_s: float, last_s: float) -> bool:
+    """Whether a load of ``now_s`` is newer than one of ``last_s``, on the controller's clock. A
+    clock that is far behind is another one: the controller was restarted on another host."""
+    return now_s > last_s or now_s < last_s - OLD_NEWS_S
 
 
 def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
@@ -100,15 +96,15 @@ def latest_load(metrics: Mapping[str, Mapping[Any, Any]]) -> Load | None:
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> ServeAutoscalingConfig:
-    """Serve's settings for ``config``. Serve's own delays and factors are off: a policy has its
+    """Serve's settings for ``config``, without Serve's own delays and factors: a policy has its
     own."""
     return ServeAutoscalingConfig(
         min_replicas=config.min_replicas,
         max_replicas=config.max_replicas,
         # If set, Serve returns to this number with every change of the application.
         initial_replicas=config.initial_replicas,
-        # Replicas report as often as they sample. Ray names an environment variable that is to
-        # replace this field; no code of this version reads it.
+        # Replicas report as often as they sample, a fifth of the look-back period. Ray names an
+        # environment variable that is to replace this field; no code of this version reads it.
         metrics_interval_s=2.5,
         look_back_period_s=12.5,
         upscale_delay_s=0.0,

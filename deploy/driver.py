@@ -102,7 +102,7 @@ class Driver:
 
     def _fail(self, why: str, kind: Event = "failed") -> NoReturn:
         """Say why nothing can be served, and leave the end to the supervisor: Ray ends with this
-        process, and would be what has ended."""
+        process."""
         self._emit(kind, why)
         while True:
             signal.pause()

@@ -56,8 +56,8 @@ class JsonServer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """The answer's JSON; ``None`` for an empty answer. Raises UnreachableError: nothing
-        answers in time, or not with HTTP; AnswerError: no success, or no JSON."""
+        """The answer's JSON; ``None`` for an empty answer. Raises UnreachableError; AnswerError: no
+        success, or no JSON."""
         request = urllib.request.Request(self.address + path, method=method)
         if self._key is not None:
             # Not kept where the library would copy it to another request.
@@ -94,8 +94,7 @@ class JsonServer:
 
 
 def checked_address(address: str) -> str:
-    """``address`` without a slash at its end. Raises ValueError: it is not ``http://HOST:PORT`` or
-    ``https://HOST:PORT``."""
+    """``address`` without a slash at its end. Raises ValueError: not ``http(s)://HOST:PORT``."""
     try:
         parts = urlsplit(address)
         fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

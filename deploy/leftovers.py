@@ -21,8 +21,8 @@ _CLEAN_S = 25.0
 
 
 class Cleaner:
-    """A process that cleans up after this one: it kills every process of the instance whose files
-    are in ``folder``, and removes the folder."""
+    """A process that kills every process of the instance with files in ``folder``, and removes the
+    folder, when this one has ended."""
 
     def __init__(self, folder: Path) -> None:
         # A session of its own: Ctrl-C on the terminal is not for it.
@@ -37,8 +37,7 @@ class Cleaner:
         self._folder = folder
 
     def clean(self) -> None:
-        """Clean up now, and wait until that is done. Where the process does not do it in time,
-        this one does."""
+        """Clean up now, and wait until that is done."""
         try:
             self._process.communicate(timeout=_CLEAN_S)
         except subprocess.TimeoutExpired:
@@ -52,8 +51,8 @@ def _clean(folder: Path) -> None:
 
 
 def end_processes(folder: Path) -> None:
-    """Kill every process of the instance with files in ``folder``, repeatedly until there is
-    none: one that is found may have started another meanwhile."""
+    """Kill every process of the instance until there is none: one may have started another
+    meanwhile."""
     deadline = time.monotonic() + _END_S
     while (found := list(_processes(folder))) and time.monotonic() < deadline:
         for process in found:

@@ -97,8 +97,8 @@ def _read(note: Path) -> LocalRun | None:
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep what outlives them (XDG base directories). Raises
-    RuntimeError: the user has no home."""
+    """Where this user's programs keep what outlives them (XDG). Raises RuntimeError: there is no
+    home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "sluice"
 
@@ -111,7 +111,6 @@ def _prefix() -> str:
 KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
 _REPORT_EVERY_S = 5.0
 _DRAIN_ANSWER_S = 5.0
@@ -141,21 +140,16 @@ def base_url(config: SluiceConfig) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.router.port}"
 
 
-def needs_key(config: SluiceConfig) -> bool:
-    """Whether requests need an API key or a token."""
-    return not config.router.is_open
-
-
 def curl_line(config: SluiceConfig) -> str:
-    """A command that sends the application a request with an objective. Where that needs an API
-    key or a token, the shell takes it from the variable :data:`KEY_VARIABLE`."""
+    """A command that sends a request with an objective, and an API key from
+    :data:`KEY_VARIABLE`."""
     body = {
         "model": config.fleets[0].model,
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 16,
         "slo": {"ttft_ms": 500, "tpot_ms": 50},
     }
-    key = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if needs_key(config) else ""
+    key = "" if config.router.is_open else f' -H "authorization: Bearer ${KEY_VARIABLE}"'
     return (
         f"curl {base_url(config)}/v1/chat/completions -H 'content-type: application/json'{key}"
         f" -d {shlex.quote(json.dumps(body))}"
@@ -177,7 +171,9 @@ def stop_signals() -> Iterator[StopSignals]:
         stop.again = stop.is_set()
         stop.set()
 
-    previous = {number: signal.signal(number, on_signal) for number in _STOP_SIGNALS}
+    previous = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield stop
     finally:
@@ -187,8 +183,8 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM in a block that starts Ray: Ray's would end it midway,
-    and abort it 3 s later."""
+    """Keep this process's handler of SIGTERM in a block that starts Ray: Ray's would end it
+    midway."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -201,10 +197,9 @@ def own_sigterm() -> Iterator[None]:
 def running(
     config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Serve ``config`` on a Ray instance of our own until the block ends. Raises StartError: a
-    port, key file, certificate, GPU or node is missing or unusable, or a part failed;
-    StoppedError: ``stop`` was set before it was ready; RayEndedError: Ray has ended, which sets
-    ``stop``."""
+    """Serve ``config`` on a Ray instance of our own until the block ends. Raises StartError: it
+    cannot be served; StoppedError: ``stop`` was set before; RayEndedError: Ray has ended, which
+    sets ``stop``."""
     check(config)
     check_models(config)
     local_dir = make_private_dir()
@@ -219,8 +214,8 @@ def running(
 
 
 def check(config: SluiceConfig) -> None:
-    """Refuse at once what would fail later; :func:`check_models` takes longer. Raises StartError: a
-    port is taken, vLLM or a key file is missing, or a part of ``config`` is for a cluster."""
+    """Refuse at once what would fail later: taken ports, missing files, parts that are for a
+    cluster. :func:`check_models` takes longer. Raises StartError."""
     _check_port(config.router.host, config.router.port)
     _check_tls(config)
     _check_labels(config)
@@ -234,8 +229,7 @@ def check(config: SluiceConfig) -> None:
 def start_ray_for(
     config: SluiceConfig, local_dir: Path, report: Callable[[str], None], **tries: int
 ) -> None:
-    """Start a Ray for ``config``, with its files in ``local_dir``; see
-    :func:`~sluice.deploy.ray_start.start_ray`."""
+    """Start a Ray for ``config`` with its files in ``local_dir``."""
     apply(local_dir)
     report("starting Ray")
     with own_sigterm():
@@ -245,8 +239,8 @@ def start_ray_for(
 def start_application(
     config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
 ) -> None:
-    """Serve ``config`` on the Ray that this process has started; return once it answers. Raises
-    StartError, StoppedError: as :func:`running`."""
+    """Serve ``config`` on the Ray of this process; return once it answers. Raises as
+    :func:`running`."""
     _check_gpus(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     start_serve()
@@ -281,8 +275,7 @@ def _stop_when_ray_ends(stop: threading.Event) -> Iterator[None]:
 
 
 def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
-    """End Serve, Ray and every process that they have started, and remove their files. Raises
-    RayEndedError: Ray had ended already."""
+    """End Serve, Ray and every process of theirs, and remove their files. Raises RayEndedError."""
     import ray
 
     dead = dead_process()
@@ -351,7 +344,7 @@ def _start_ray(config: SluiceConfig, local_dir: Path, **tries: int) -> None:
 
 
 def _check_labels(config: SluiceConfig) -> None:
-    """Refuse node labels: Ray would wait indefinitely for nodes with these labels."""
+    """Ray would wait indefinitely for nodes with these labels."""
     pools = (pool.replica.node_labels for fleet in config.fleets for pool in fleet.pools)
     if config.router.node_labels or any(pools):
         raise StartError(
@@ -361,8 +354,8 @@ def _check_labels(config: SluiceConfig) -> None:
 
 
 def check_models(config: SluiceConfig) -> None:
-    """Refuse missing models, and what vLLM refuses of an engine's configuration, where every
-    replica would first fail three times. Takes seconds. Raises StartError."""
+    """Refuse missing models, and what vLLM refuses of an engine's configuration. Takes seconds.
+    Raises StartError."""
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -376,7 +369,7 @@ def check_models(config: SluiceConfig) -> None:
 
 
 def _check_keys(config: SluiceConfig) -> None:
-    """Refuse invalid keys: without this check routers would fail to start repeatedly."""
+    """Without this check routers would fail to start repeatedly."""
     try:
         Access(config.router)
     except OSError as error:
@@ -469,8 +462,8 @@ def _dead_actor() -> str | None:
 
 
 def _check_configured(application: Any) -> None:
-    """Stop early where a replica has said that its configuration is wrong: Serve would start it
-    three times. Raises StartError."""
+    """Raises StartError: a replica has said that its configuration is wrong; Serve would try three
+    times."""
     for name, deployment in application.deployments.items():
         _, found, reason = deployment.message.rpartition(f"{ConfigurationError.__name__}: ")
         if found:
@@ -508,7 +501,7 @@ def _answers(config: SluiceConfig) -> bool:
 
 
 def _check_tls(config: SluiceConfig) -> None:
-    """Refuse a certificate that cannot be used: routers would fail to start repeatedly."""
+    """Without this check routers would fail to start repeatedly."""
     if config.router.tls is None:
         return
     try:

@@ -59,8 +59,8 @@ LOCAL: Mapping[str, str] = {
 
 
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Ray's token, and the file that holds it. Without both Ray takes ``~/.ray/auth_token``, which it
-writes where it is missing."""
+"""Ray's token, and the file that holds it; without both Ray takes or writes
+``~/.ray/auth_token``."""
 
 _FREE_PORTS = range(31_100, 32_768)
 """For listeners that may have any port: above those of a Serve with its defaults, below those that
@@ -73,9 +73,8 @@ _claims: dict[int, socket.socket] = {}
 
 
 def _claim(first: int) -> bool:
-    """Keep the ports from ``first`` on from other processes of this machine while this one runs;
-    whether it succeeded. The claim is a name in Linux's abstract namespace, which ends with the
-    process; other systems have none."""
+    """Keep the ports from ``first`` on from other processes of this machine; whether it succeeded.
+    The claim is a name in Linux's abstract namespace, which ends with the process."""
     if first not in _claims:
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -88,8 +87,8 @@ def _claim(first: int) -> bool:
 
 
 def _ports() -> Iterator[int]:
-    """The ports of :data:`_FREE_PORTS`, repeatedly: those of the blocks that this process has
-    claimed, or all of them if it can claim none."""
+    """The ports of the blocks that this process has claimed, repeatedly, or all if it can claim
+    none."""
     while True:
         blocks = range(_FREE_PORTS.start, _FREE_PORTS.stop, _BLOCK)
         mine = False
@@ -113,9 +112,8 @@ def _make_token(local_dir: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that nothing listens on, and that no other process gets from here while this one
-    runs. It is outside the kernel's range for connections, of which Ray has many. Raises
-    OSError: every port of the range is in use."""
+    """A port that nothing listens on and no other process gets from here, outside the kernel's
+    range for connections. Raises OSError: every port of the range is in use."""
     for port in itertools.islice(_free_ports, len(_FREE_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -124,8 +122,7 @@ def free_port() -> int:
 
 
 def apply(local_dir: Path | None = None) -> None:
-    """Set the variables that are unset. ``local_dir``: an existing private folder for vLLM's
-    sockets."""
+    """Set the variables that are unset. ``local_dir``: a private folder for vLLM's sockets."""
     settings = dict(TUNED)
     if local_dir is not None:
         settings.update(LOCAL)
@@ -145,7 +142,7 @@ cannot be set; the next try finds the files of its processes in memory."""
 _TOO_SLOW = ("timed out during startup", "Timed out waiting for file", "Failed to start GCS")
 """What Ray says where a process of it was not there in time."""
 
-_VITAL = ("gcs_server", "raylet")
+VITAL = ("gcs_server", "raylet")
 """Ray's processes without which it does not work, and which nothing starts again."""
 
 
@@ -154,9 +151,8 @@ class RayTooSlowError(RuntimeError):
 
 
 def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
-    """Start a Ray instance of this process's own, never the one that the environment may name;
-    where it fails, no process of it is left. Raises RayTooSlowError: too slow each of ``tries``
-    times; else what ``ray.init`` raised."""
+    """Start a Ray instance of this process's own, never the one that the environment may name; no
+    process is left of a failed one. Raises RayTooSlowError: too slow in all ``tries``."""
     import ray
     from ray.job_config import JobConfig
 
@@ -204,10 +200,10 @@ def _end_idle_processes() -> None:
 
 
 def dead_process() -> str | None:
-    """The name of a process that has ended of the Ray instance that this process started, and
-    without which the instance does not work; ``None`` while all of them run."""
+    """The name of an ended process without which this process's Ray does not work; else
+    ``None``."""
     import ray
 
     node = ray._private.worker._global_node
     ended = [] if node is None else [name for name, _ in node.dead_processes()]
-    return next((name for name in _VITAL if name in ended), None)
+    return next((name for name in VITAL if name in ended), None)

@@ -1,5 +1,4 @@
-"""The parts of ``docs/`` that follow from the code, configuration fields and policies' options:
-``python -m sluice.deploy.reference`` writes them."""
+"""The generated parts of ``docs/``: ``python -m sluice.deploy.reference`` writes them."""
 
 from __future__ import annotations
 
@@ -151,8 +150,7 @@ def with_facts(kind: str, name: str, page: str) -> str:
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Every file that has generated parts, and what it should hold. Raises OSError: a policy has no
-    page."""
+    """Every file that has generated parts, and what it should hold."""
     yield CONFIGURATION, configuration()
     for kind, about in KINDS.items():
         for name in about.registered:

@@ -22,6 +22,7 @@ from sluice.deploy.config import SluiceConfig
 from sluice.deploy.driver import Event
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
+from sluice.deploy.ray_start import VITAL
 from sluice.replica.private_dir import make_private_dir
 
 _POLL_S = 0.2
@@ -50,9 +51,6 @@ _TOO_SLOW = re.compile(
 """Why the raylet ends by itself where the machine is too busy for its time limits, as its log has
 it. They cannot all be set."""
 
-_VITAL = ("gcs_server", "raylet")
-"""Ray's processes without which it does not work, and which nothing starts again."""
-
 _PARTS = re.compile(
     r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)"
     r"|\S*python\S* .*/ray/\S*((?:dashboard|runtime_env)/agent)\S*\.py\b"  # without a title yet
@@ -60,7 +58,7 @@ _PARTS = re.compile(
 """Command lines of the processes that a start needs from when they begin to its end."""
 
 
-class _Heard(NamedTuple):
+class _Message(NamedTuple):
     event: Event
     text: str
 
@@ -89,9 +87,9 @@ class Supervised:
         )
         self._driver.start()
         its.close()
-        self._heard: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
-        heard = (self._connection, self._heard)
-        threading.Thread(target=_listen, args=heard, daemon=True).start()
+        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        arguments = (self._connection, self._messages)
+        threading.Thread(target=_receive, args=arguments, daemon=True).start()
 
     def start(self, stop: StopSignals) -> None:
         """Return once the application answers; starts all again where Ray is too slow. Raises
@@ -108,28 +106,28 @@ class Supervised:
 
     def _start(self, stop: StopSignals) -> None:
         """The same, once. Raises _TooSlowError: the machine is too busy for Ray."""
-        heard_s = dead_s = time.monotonic()
+        last_s = dead_s = time.monotonic()
         dead: list[str] = []
         ray_runs = False
         while True:
             if stop.is_set():
                 raise StoppedError("stopped before the application was ready")
-            heard = self._hear()
+            message = self._next_message()
             now_s = time.monotonic()
-            if heard is not None:
-                heard_s = now_s
-                if heard.event == "ready":
+            if message is not None:
+                last_s = now_s
+                if message.event == "ready":
                     return
-                if heard.event == "slow":
-                    raise _TooSlowError(heard.text)
-                if heard.event == "failed":
-                    lost = [name for name in self._ended() if name in _VITAL]
+                if message.event == "slow":
+                    raise _TooSlowError(message.text)
+                if message.event == "failed":
+                    lost = [name for name in self._ended() if name in VITAL]
                     if lost:  # the rest follows from that
                         raise self._end_of(lost)
-                    raise StartError(heard.text)
-                if heard.event == "report":
-                    self._report(heard.text)
-                elif heard.event == "ray":
+                    raise StartError(message.text)
+                if message.event == "report":
+                    self._report(message.text)
+                elif message.event == "ray":
                     ray_runs = True
                 continue
             self._look()
@@ -137,16 +135,16 @@ class Supervised:
                 dead_s = now_s
             if dead and now_s - dead_s > self._patience_s(dead, ray_runs):
                 raise self._end_of(self._ended())
-            if now_s - heard_s > _SILENCE_S:
+            if now_s - last_s > _SILENCE_S:
                 raise StartError(
                     f"Ray has not answered for {_SILENCE_S:.0f} s: one of its processes hangs"
                 )
 
     def _patience_s(self, dead: list[str], ray_runs: bool) -> float:
         """How long the driver gets to say why these parts have ended."""
-        if not self._driver.is_alive() or (dead[0] in _VITAL and ray_runs):
+        if not self._driver.is_alive() or (dead[0] in VITAL and ray_runs):
             return 0.0
-        if dead[0] in _VITAL and self._ray_gave_up():
+        if dead[0] in VITAL and self._ray_gave_up():
             return 0.0
         return REASON_S + 1 if ray_runs else _REASON_OF_START_S
 
@@ -162,7 +160,7 @@ class Supervised:
     def wait(self, stop: StopSignals) -> None:
         """Return at a signal. Raises RayEndedError: a part has ended without which nothing can be
         served."""
-        vital = {pid: part for pid, part in self._parts.items() if part[1] in _VITAL}
+        vital = {pid: part for pid, part in self._parts.items() if part[1] in VITAL}
         self._parts = vital
         while not stop.wait(_POLL_S):
             dead = self._ended()
@@ -173,18 +171,18 @@ class Supervised:
                 )
 
     def stop(self, drain_s: float, stop: StopSignals) -> None:
-        """Let running requests end for at most ``drain_s`` seconds, while new ones are refused, and
-        stop the application. A further signal ends that at once."""
+        """Refuse new requests, let others run for at most ``drain_s`` seconds, and stop. A further
+        signal ends that at once."""
         self._report("stopping")
         with suppress(OSError):  # it has ended, which is seen below
             self._connection.send(drain_s)
         limit_s = time.monotonic() + drain_s + _END_S
         while time.monotonic() < limit_s and not stop.again:
-            heard = self._hear()
-            if heard is not None and heard.event == "stopped":
+            message = self._next_message()
+            if message is not None and message.event == "stopped":
                 return
-            if heard is not None and heard.event == "report":
-                self._report(heard.text)
+            if message is not None and message.event == "report":
+                self._report(message.text)
             if not self._driver.is_alive():
                 return
 
@@ -197,9 +195,9 @@ class Supervised:
         self._driver.join()
         self._cleaner.clean()
 
-    def _hear(self) -> _Heard | None:
+    def _next_message(self) -> _Message | None:
         try:
-            return self._heard.get(timeout=_POLL_S)
+            return self._messages.get(timeout=_POLL_S)
         except queue.Empty:
             return None
 
@@ -223,21 +221,21 @@ class Supervised:
     def _ended(self) -> list[str]:
         """The parts that have ended, Ray's own first."""
         ended = [name for process, name in self._parts.values() if not _runs(process)]
-        ended.sort(key=lambda name: _VITAL.index(name) if name in _VITAL else len(_VITAL))
+        ended.sort(key=lambda name: VITAL.index(name) if name in VITAL else len(VITAL))
         if not ended and not self._driver.is_alive():
             ended = ["the process that talks to Ray"]
         return ended
 
 
-def _listen(driver: Connection, heard: queue.SimpleQueue[_Heard]) -> None:
+def _receive(driver: Connection, messages: queue.SimpleQueue[_Message]) -> None:
     with suppress(EOFError, OSError):
         while True:
-            heard.put(_Heard(*driver.recv()))
+            messages.put(_Message(*driver.recv()))
 
 
 def _part(process: psutil.Process) -> str | None:
     """The name of a part for people; ``None``: not one that a start needs."""
-    if process.name() in _VITAL:
+    if process.name() in VITAL:
         return process.name()
     found = _PARTS.match(" ".join(process.cmdline()[:3]))
     return found and next(filter(None, found.groups()))

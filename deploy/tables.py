@@ -18,12 +18,9 @@ from sluice.deploy.json_http import printable
 
 # Tables on a terminal of any width: a number or a name is never cut.
 
-_ANY_WIDTH = 1 << 16
-
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Print ``table`` on ``console``, by default standard output: beyond its width where even
-    :func:`fit` makes the table wider."""
+    """Print ``table``, beyond the console's width if its words do not fit."""
     console = console or Console()
     console.width = max(console.width, fit(table, console.width))
     console.print(table)
@@ -64,7 +61,7 @@ def _overhead(table: Table, widths: Sequence[int]) -> int:
     """The width of a table beyond its columns. Sets the columns to ``widths``."""
     for column, width in zip(table.columns, widths, strict=True):
         column.width, column.no_wrap, column.overflow = width, False, "fold"
-    console = Console(width=_ANY_WIDTH)
+    console = Console(width=1 << 16)
     return console.measure(table).maximum - sum(widths)
 
 
@@ -119,8 +116,7 @@ def problems(fleet: Mapping[str, Any]) -> list[str]:
 
 
 def notes(fleet: Mapping[str, Any]) -> list[str]:
-    """Notes for the operator while requests are served: replicas that take no new requests, or only
-    as a last resort."""
+    """Replicas that take no new requests, or only as a last resort."""
     lacking = [
         f"replica {row['replica_id']} of {row['model']} {what}"
         for row in fleet["replicas"]
@@ -130,8 +126,7 @@ def notes(fleet: Mapping[str, Any]) -> list[str]:
 
 
 def replica_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
-    """For each model a table with a row for each of its replicas, below the model's name where
-    there are several models."""
+    """A table of replicas for each model, below the model's name where there are several."""
     for model, replicas in _by_model(fleet, "replicas"):
         split = _splits(replicas)
         table = _table("replica", *(["role"] if split else []), "state")
@@ -178,8 +173,8 @@ def class_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
 
 
 def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
-    """For each model with recent promises: the share kept, by class and replica, and the share of
-    first tokens that came by the forecast quantiles."""
+    """For each model with recent promises: the share kept, and that of first tokens by the
+    forecasts."""
     for model, facts in fleet["models"].items():
         # A controller of an earlier version does not report it.
         found = facts.get("calibration")
@@ -189,9 +184,10 @@ def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
         table = _table("promises")
         for name in ("promised", "kept", *(f"<=p{100 * quantile:.0f}" for quantile in _CHECKED)):
             table.add_column(name, justify="right")
+        moved = {"promised": found.get("moved"), "kept": found.get("moved_kept")}
         rows = [
             (f"all, level {found['level']:.1%}", found),
-            *([("moved", _moved(found))] if found.get("moved") else []),
+            *([("moved", moved)] if found.get("moved") else []),
             *((f"class {row['class']}", row) for row in found["classes"]),
             *((f"replica {row['replica_id']}", row) for row in found["replicas"]),
         ]
@@ -204,11 +200,6 @@ def promise_tables(fleet: Mapping[str, Any]) -> Iterator[Text | Table]:
                 *(_percent(shares[place] if shares else None) for place in checked),
             )
         yield from _titled(model, table, fleet)
-
-
-def _moved(found: Mapping[str, Any]) -> dict[str, int]:
-    """Counts of promised requests that moved from their replica to another one."""
-    return {"promised": found["moved"], "kept": found["moved_kept"]}
 
 
 def headline(fleet: Mapping[str, Any]) -> Text:

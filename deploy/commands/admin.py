@@ -112,14 +112,12 @@ class _Drained(BaseModel):
     remembered: bool
 
 
-KEY_HINT = "give --key, or set SLUICE_ADMIN_KEY, to one of the configuration's router.admin.keys"
-
 _ADDRESS = "http://127.0.0.1:8000"
 
 
 def _local_address() -> str:
-    """The address of the one application that `sluice serve` runs for this user; ``_ADDRESS`` if
-    there is none."""
+    """The address of the one application that `sluice serve` runs for this user, else
+    ``_ADDRESS``."""
     addresses = {run.address for run in local_runs()}
     if len(addresses) <= 1 or _ADDRESS in addresses:
         return _ADDRESS if _ADDRESS in addresses else next(iter(addresses), _ADDRESS)
@@ -129,8 +127,7 @@ def _local_address() -> str:
 
 
 def _local_key(address: str) -> str | None:
-    """The key that `sluice serve` has made for the application at ``address``, if this user runs
-    it."""
+    """The key that `sluice serve` has made for this user's application at ``address``."""
     wanted = address.replace("//localhost:", "//127.0.0.1:")
     return next((run.key for run in local_runs() if run.address == wanted), None)
 
@@ -183,8 +180,8 @@ class AdminApi:
         return self._ask("GET", "/fleet", _Fleet)
 
     def drain(self, replica_id: str, force: bool = False) -> dict[str, Any]:
-        """Close a replica to new requests; the number of requests left there. Raises
-        LastReplicaError: it is the last one of its model, and ``force`` is not set."""
+        """Close a replica to new requests. Raises LastReplicaError: the last of its model, without
+        ``force``."""
         query = "?force=true" if force else ""
         return self._ask("POST", f"{_drain_of(replica_id)}{query}", _Drained)
 
@@ -193,7 +190,10 @@ class AdminApi:
         return self._ask("DELETE", _drain_of(replica_id), _Drained)
 
     def _ask(self, method: str, path: str, shape: type[BaseModel]) -> dict[str, Any]:
-        with talking("The application", self._server.address, KEY_HINT):
+        hint = (
+            "give --key, or set SLUICE_ADMIN_KEY, to one of the configuration's router.admin.keys"
+        )
+        with talking("The application", self._server.address, hint):
             try:
                 answer = self._server.ask(method, f"/admin/v1{path}")
             except AnswerError as error:
@@ -208,8 +208,8 @@ class AdminApi:
                 f"{self._server.address} answers, but not as Sluice does: is --address right, and "
                 "is it the version of this command?",
             ) from None
-        told: dict[str, Any] = answer
-        return told
+        checked: dict[str, Any] = answer
+        return checked
 
 
 def _drain_of(replica_id: str) -> str:
@@ -316,15 +316,6 @@ GONE_AFTER_S = 5.0
 """A replica counts as ended if it is unknown for this long, seconds: a restarted controller knows
 no replicas for a moment."""
 
-_LAST = (
-    "the last replica of its model that takes requests. Once it is drained, every request for the "
-    "model gets a 503, until a replica is taken back with --undo or a new one starts."
-)
-
-_NOT_HEARD = (
-    "{} has not confirmed it yet. If the controller restarts before it does, repeat the command."
-)
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,255}")
 
 
@@ -372,23 +363,37 @@ def drain(
       sluice drain k3jx8w2p --undo
     """
     api = AdminApi(address, key)
-    told = api.take_back(replica_id) if undo else _close(api, replica_id, yes)
-    if not told["remembered"]:
-        click.echo(_NOT_HEARD.format(replica_id), err=True)
-    if undo or not wait:
-        _say(told, as_json)
-        return
-    told = _wait(api, told, timeout_s)
-    _say(told, as_json)
+    answer = api.take_back(replica_id) if undo else _close(api, replica_id, yes)
+    if not answer["remembered"]:
+        click.echo(
+            f"{replica_id} has not confirmed it yet. If the controller restarts before it does, "
+            "repeat the command.",
+            err=True,
+        )
+    if wait and not undo:
+        answer = _wait(api, answer, timeout_s)
+    if as_json:
+        click.echo(json.dumps({name: answer[name] for name in ("replica_id", "draining", "left")}))
+    elif not answer["draining"]:
+        click.echo(f"{replica_id} takes requests again")
+    elif answer["left"]:
+        click.echo(f"{replica_id} takes no new requests; {answer['left']} left")
+    else:
+        click.echo(f"{replica_id} is empty and takes no new requests")
 
 
 def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
-    """Drain a replica; the last one of its model only after confirmation. Raises Failure: the user
-    declined, or there is no terminal to ask on."""
+    """Drain a replica; the last one of its model only after confirmation. Raises Failure:
+    declined."""
     try:
         return api.drain(replica_id, yes)
     except LastReplicaError:
-        click.echo(f"{replica_id} is {_LAST}", err=True)
+        click.echo(
+            f"{replica_id} is the last replica of its model that takes requests. Once it is "
+            "drained, every request for the model gets a 503, until a replica is taken back with "
+            "--undo or a new one starts.",
+            err=True,
+        )
     try:
         sure = click.confirm("Drain it?", err=True)
     except click.Abort:  # there is no terminal to ask on
@@ -398,20 +403,20 @@ def _close(api: AdminApi, replica_id: str, yes: bool) -> dict[str, Any]:
     return api.drain(replica_id, force=True)
 
 
-def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Wait until no requests are left. ``told`` is the API's first answer; returns its last. Raises
-    Failure: it took too long, the drain was undone, or a query failed permanently."""
-    replica_id = told["replica_id"]
-    started_s, shown, missing_s, trouble = time.monotonic(), -1, 0.0, ""
+def _wait(api: AdminApi, answer: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Wait until no requests are left; the API's last answer. Raises Failure: it took too long, the
+    drain was undone, or a query failed permanently."""
+    replica_id = answer["replica_id"]
+    started_s, shown, missing_s, failed = time.monotonic(), -1, 0.0, ""
     err = Console(stderr=True)
-    while told["left"]:
-        if told["left"] != shown:
-            shown = told["left"]
+    while answer["left"]:
+        if answer["left"] != shown:
+            shown = answer["left"]
             err.print(f"{shown} requests left", highlight=False)
         if time.monotonic() - started_s > timeout_s:
             raise Failure(
                 Exit.TIMED_OUT,
-                f"{replica_id} still has {told['left']} requests after {timeout_s:g} s{trouble}; "
+                f"{replica_id} still has {answer['left']} requests after {timeout_s:g} s{failed}; "
                 "it takes no new ones: wait again with the same command, or take it back with "
                 "--undo",
             )
@@ -421,22 +426,21 @@ def _wait(api: AdminApi, told: dict[str, Any], timeout_s: float) -> dict[str, An
         except Failure as failure:
             if not failure.passing:
                 raise
-            if not trouble:
+            if not failed:
                 err.print("no answer for now", highlight=False)
-            trouble = f", and the last query failed: {failure.message}"
+            failed = f", and the last query failed: {failure.message}"
             continue
-        trouble = ""
+        failed = ""
         missing_s = 0.0 if found is not None else missing_s + POLL_S
         if missing_s >= GONE_AFTER_S:
             err.print("the replica is unknown now: it ended or is unreachable", highlight=False)
             return {"replica_id": replica_id, "draining": True, "left": 0}
-        told = found or told
-    return told
+        answer = found or answer
+    return answer
 
 
 def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
-    """The requests left at the replica now; ``None`` if no controller knows it. Raises Failure: its
-    controller does not answer now, or the drain was undone."""
+    """The requests left at the replica now; ``None`` if no controller knows it. Raises Failure."""
     fleet = api.fleet()
     row = next((row for row in fleet["replicas"] if row["replica_id"] == replica_id), None)
     if row is None and fleet["unavailable"]:
@@ -448,15 +452,3 @@ def _look(api: AdminApi, replica_id: str) -> dict[str, Any] | None:
         raise Failure(Exit.FAILED, f"{replica_id} takes requests again: the drain was undone")
     left = row["waiting"] + row["running"] + row["reserved"]
     return {"replica_id": replica_id, "draining": True, "left": left}
-
-
-def _say(told: dict[str, Any], as_json: bool) -> None:
-    plain = {name: told[name] for name in ("replica_id", "draining", "left")}
-    if as_json:
-        click.echo(json.dumps(plain))
-    elif not plain["draining"]:
-        click.echo(f"{plain['replica_id']} takes requests again")
-    elif plain["left"]:
-        click.echo(f"{plain['replica_id']} takes no new requests; {plain['left']} left")
-    else:
-        click.echo(f"{plain['replica_id']} is empty and takes no new requests")

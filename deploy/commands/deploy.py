@@ -38,8 +38,7 @@ from sluice.router.wire import is_loopback
 
 PATH = "/api/serve/applications/"
 HANDING_OVER_S = 90.0
-"""Longest silence while the application is submitted, seconds: a cluster without Serve starts it
-first."""
+"""Longest silence while the application is submitted, seconds: Serve may have to start first."""
 RUNNING = "RUNNING"
 FAILED = "DEPLOY_FAILED"
 DELETING = "DELETING"
@@ -123,9 +122,9 @@ def _checked(token: str, place: str) -> str:
 
 
 def application_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Serve's description of the application with the configuration ``data``. A number of
-    replicas is an option of the deployment, so its change replaces none; keys go as digests,
-    since Serve shows them. Raises ValueError: ``data`` is not valid."""
+    """Serve's description of the application with the configuration ``data``. Numbers of replicas
+    are options of deployments, so their change replaces none; keys go as digests, since Serve shows
+    them."""
     from sluice.deploy.app import deployment_name  # imports Ray
 
     config = parse_config(data)
@@ -165,8 +164,8 @@ def application_of(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def needs_of(config: SluiceConfig) -> dict[str, str]:
-    """What a replica of each deployment needs to be placed, in words. Serve's own message has no
-    strategy, no labels, and for a replica on several nodes not what there is."""
+    """What a replica of each deployment needs to be placed: Serve's own message has no strategy and
+    no labels."""
     from sluice.deploy.app import deployment_name, gpus_per_replica  # imports Ray
 
     return {
@@ -188,9 +187,9 @@ def _digested(entry: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def submit(server: JsonServer, application: Mapping[str, Any]) -> float:
-    """Start or update the application; the Unix time of its previous deployment, or 0. Serve is
-    started without proxies if need be. Raises UnreachableError, AnswerError; ValueError: another
-    application would be deleted, because Serve does not say how it was deployed."""
+    """Start or update the application; the Unix time of its previous deployment, or 0. Raises
+    UnreachableError, AnswerError; ValueError: another application would be deleted, since Serve
+    does not say how it was deployed."""
     serve = _serve_of(server)
     body: dict[str, Any] = {
         "proxy_location": serve.proxy_location or "Disabled",
@@ -222,8 +221,8 @@ def _others(serve: _Serve, name: str) -> list[dict[str, Any]]:
 
 
 def state_of(server: JsonServer, name: str) -> ApplicationState | None:
-    """The state of the application ``name``; ``None`` if Serve does not know it. Raises
-    UnreachableError, AnswerError: as :meth:`JsonServer.ask`."""
+    """The state of the application; ``None`` if Serve does not know it. Raises as
+    :meth:`JsonServer.ask`."""
     serve = _serve_of(server)
     found = serve.applications.get(name)
     if found is None:
@@ -240,7 +239,7 @@ def state_of(server: JsonServer, name: str) -> ApplicationState | None:
 
 
 def _serve_of(server: JsonServer) -> _Serve:
-    """Serve's state. Raises UnreachableError, AnswerError: as :meth:`JsonServer.ask`."""
+    """Raises as :meth:`JsonServer.ask`."""
     try:
         return _Serve.model_validate(server.ask("GET", PATH))
     except ValidationError:
@@ -369,9 +368,8 @@ def _wait(
     timeout_s: float,
     err: Console,
 ) -> ApplicationState:
-    """The state once it runs, with progress on ``err`` meanwhile. ``before_s`` is as ``submit``
-    returns. Raises Failure: it failed to start, or did not run in ``timeout_s`` seconds, or a
-    query failed permanently."""
+    """The state once it runs, with progress on ``err`` meanwhile. ``before_s``: as ``submit``
+    returns. Raises Failure: it failed to start or took too long, or a query failed permanently."""
     started_s = time.monotonic()
     last, message = "", ""
     while True:

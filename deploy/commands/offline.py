@@ -101,8 +101,7 @@ def schema() -> None:
 
 
 class Listed(NamedTuple):
-    """A policy as users see it. ``source``: where it was published; ``options``: name -> default
-    and description."""
+    """A policy as users see it. ``source``: where it was published."""
 
     kind: str
     name: str
@@ -111,8 +110,7 @@ class Listed(NamedTuple):
 
 
 def all_policies() -> list[Listed]:
-    """All policies, as ``engine.policy``, ``controller.admission``, ``controller.policy`` and
-    ``replica.autoscaling.policy`` name them."""
+    """All policies, by the configuration's fields that name them."""
     kinds: dict[str, Iterable[type[Policy]]] = {
         "batch": batching.POLICIES.values(),
         "admission": admission.POLICIES.values(),

@@ -47,8 +47,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable
 
 
 def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceConfig:
-    """The configuration in ``path`` with ``overrides`` over it. Raises Failure: it cannot be read
-    or is not valid; in one line."""
+    """The configuration in ``path`` with ``overrides`` over it. Raises Failure."""
     try:
         return load_config(path, overrides)
     except (ValueError, OSError) as error:
@@ -58,8 +57,8 @@ def load(path: Path | None, overrides: dict[str, Any] | None = None) -> SluiceCo
 def address_option(
     default: str, variable: str, what: str, find: Callable[[], str] | None = None
 ) -> Callable[[Any], Any]:
-    """``--address``, checked. Without the option the value comes from the environment's
-    ``variable``, else from ``find`` if there is one, else it is ``default``."""
+    """``--address``, checked: the option, else the environment's ``variable``, else ``find`` or
+    ``default``."""
 
     def check(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
         try:
@@ -80,8 +79,7 @@ def address_option(
 
 @contextmanager
 def talking(to: str, address: str, key_hint: str) -> Iterator[None]:
-    """Converts errors of a conversation with a server into the command's failure. Raises Failure:
-    there is no answer at ``address``, or the key or the request is refused."""
+    """Converts errors of a conversation with a server into the command's failure."""
     try:
         yield
     except UnreachableError as error:

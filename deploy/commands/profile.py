@@ -55,9 +55,8 @@ _COLOURS = dict(zip(KINDS, ("#2a6fbb", "#d1742f", "#3f9457"), strict=True))
 
 @dataclass(frozen=True)
 class Measured:
-    """An engine's measured steps: ``swept`` are fitted, ``unseen`` evaluate the fit. ``key``
-    names what the times depend on; ``start`` is the profile that such a replica starts with
-    today."""
+    """An engine's measured steps: ``swept`` are fitted, ``unseen`` evaluate the fit. ``key`` names
+    what the times depend on; ``start``: the profile that such a replica starts with today."""
 
     model: str
     policy: str
@@ -81,8 +80,8 @@ class Fitted:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on standard error. It yields a function to call with the current activity, the
-    amount done and the total; a total of 0 is an unknown one."""
+    """A progress bar on standard error: call what it yields with the activity, the amount done and
+    the total, 0 if that is unknown."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -107,7 +106,8 @@ def print_tables(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
     table = Table("steps", "number", "mean error", "median", "9 of 10 below", "bias")
     for title, errors in (("sweep", fitted.in_sample), ("unseen", fitted.out_of_sample)):
         for kind, entry in errors.items():
-            table.add_row(f"{title}, {kind}", *_cells(entry))
+            shares = (f"{share:.1%}" for share in (entry.mape, entry.median, entry.p90))
+            table.add_row(f"{title}, {kind}", str(entry.steps), *shares, f"{entry.bias:+.1%}")
         table.add_section()
     print_table(table, console)
     report = fitted.profile.report
@@ -121,16 +121,6 @@ def print_tables(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
         say("Not kept: a simulated engine knows its own times. --out FILE writes it.")
     else:
         say(f"kept in {kept}", highlight=False, soft_wrap=True)
-
-
-def _cells(errors: StepErrors) -> tuple[str, ...]:
-    return (
-        str(errors.steps),
-        f"{errors.mape:.1%}",
-        f"{errors.median:.1%}",
-        f"{errors.p90:.1%}",
-        f"{errors.bias:+.1%}",
-    )
 
 
 def print_json(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
@@ -154,22 +144,17 @@ def print_json(measured: Measured, fitted: Fitted, kept: Path | None) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a figure that could not be drawn. Raises Failure: its format is unknown, or matplotlib
-    is not there."""
+    """Raises Failure: a figure of this format cannot be drawn, or not without matplotlib."""
     if path.suffix.lower() not in _FORMATS:
         raise Failure(Exit.USAGE, f"--plot must end in one of {', '.join(_FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
         raise Failure(Exit.FAILED, "--plot needs matplotlib: pip install 'sluice[bench]'")
 
 
-def plot(
-    path: Path,
-    profile: LatencyProfile,
-    swept: Sequence[StepSample],
-    unseen: Sequence[StepSample],
+def draw(
+    path: Path, profile: LatencyProfile, swept: Sequence[StepSample], unseen: Sequence[StepSample]
 ) -> None:
-    """Draw predicted against real step times, one panel for each set of steps. Raises Failure: the
-    file cannot be written."""
+    """Draw predicted against real step times, a panel for each set of steps. Raises Failure."""
     from matplotlib.figure import Figure
 
     model = profile.model
@@ -276,16 +261,14 @@ def profile(
       sluice profile --config sluice.yaml --rounds 5 --out h100.json
       sluice profile --engine simulated --rounds 1 --json
     """
-    from sluice.deploy.commands import profile
-
     flags = {"model": model, "kind": engine, "policy": policy}
     given = {name: value for name, value in flags.items() if value is not None}
     config = _chosen(load(path, {"engine": given}), served)
     _check_place(out)
     if plot is not None:
         _check_place(plot)
-        profile.check_plot(plot)
-    with profile.progress() as report:
+        check_plot(plot)
+    with progress() as report:
         measured = _measure(config, rounds, report)
     try:
         fitted = fit_sweep(measured, family)
@@ -293,11 +276,11 @@ def profile(
         raise Failure(Exit.FAILED, f"{error}; try more --rounds or another --family") from error
     kept = _keep(config, fitted.profile, out)
     if plot is not None:
-        profile.plot(plot, fitted.profile, measured.swept, measured.unseen)
+        draw(plot, fitted.profile, measured.swept, measured.unseen)
     if as_json:
-        profile.print_json(measured, fitted, kept)
+        print_json(measured, fitted, kept)
     else:
-        profile.print_tables(measured, fitted, kept)
+        print_tables(measured, fitted, kept)
 
 
 async def measure(
@@ -341,8 +324,8 @@ async def measure(
 
 
 def fit_sweep(measured: Measured, family: str | None = None) -> Fitted:
-    """Fit ``family``, or the one that predicts better, to the sweep and find its errors. Raises
-    ValueError: the sweep has too few steps for it."""
+    """Fit ``family``, or the one that predicts better, to the sweep. Raises ValueError: too few
+    steps."""
     swept, unseen = measured.swept, measured.unseen
     model, report = best_fit(swept) if family is None else fit(swept, family)
     others: dict[str, float] = {}

@@ -21,7 +21,6 @@ from sluice.deploy.local import (
     base_url,
     check,
     curl_line,
-    needs_key,
     noted,
     state_folder,
     stop_signals,
@@ -34,8 +33,8 @@ from sluice.router.config import AdminConfig
 
 
 def with_batches_folder(config: SluiceConfig) -> SluiceConfig:
-    """The configuration with a private folder that the next run on this port finds again;
-    unchanged if one is configured or cannot be made, or no class is there for batches."""
+    """The configuration with a private folder that the next run on this port finds again, unless
+    one is configured or cannot be made, or no class is there for batches."""
     batches = config.router.batches
     if batches.directory is not None or batches.service_class not in config.router.classes:
         return config
@@ -53,8 +52,8 @@ def with_batches_folder(config: SluiceConfig) -> SluiceConfig:
 
 
 def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
-    """The configuration with a generated admin key, and the key; the unchanged configuration and
-    ``None`` if keys are configured or none is needed."""
+    """The configuration with a generated admin key, and the key, unless one is configured or not
+    needed."""
     admin = config.router.admin
     if admin.access != "key" or admin.has_keys:
         return config, None
@@ -65,8 +64,8 @@ def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
 
 
 def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
-    """The address of the live page below ``url``; ``None`` if the page is off. The key is in the
-    URL's fragment, which browsers never send."""
+    """The address of the live page, if it is on. Browsers never send a URL's fragment, which has
+    the key."""
     if config.router.admin.access == "off":
         return None
     return f"{url}/ui" if key is None else f"{url}/ui#key={key}"
@@ -128,7 +127,8 @@ def serve(path: Path | None, drain_s: float, **flags: Any) -> None:
         try:
             application.start(stop)
             with noted(LocalRun(address=url, key=admin_key)):
-                report(f"ready at {url}/v1, try{_key_hint(config)}:")
+                key = f" with one of your API keys in {KEY_VARIABLE}"
+                report(f"ready at {url}/v1, try{'' if config.router.is_open else key}:")
                 click.echo(curl_line(config))
                 page = page_address(config, url, admin_key)
                 if page is not None:
@@ -144,10 +144,6 @@ def serve(path: Path | None, drain_s: float, **flags: Any) -> None:
             raise Failure(Exit.FAILED, str(error)) from error
         finally:
             application.end()
-
-
-def _key_hint(config: SluiceConfig) -> str:
-    return f" with one of your API keys in {KEY_VARIABLE}" if needs_key(config) else ""
 
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:

@@ -24,11 +24,20 @@ def waits_s(deployment: Any) -> float | None:
     return wait_s
 
 
-def test_without_pools_there_is_one_deployment() -> None:
-    (name, one), *others = deployments({"replica": {"count": 3}}).items()
+def test_without_pools_an_update_replaces_one_deployment_where_there_is_room() -> None:
+    (name, one), *others = deployments({"replica": {"count": 3, "surge_percent": 50}}).items()
     assert (name, one.num_replicas, others) == ("Replica", 3, [])
     assert "label_selector" not in one.ray_actor_options
     assert waits_s(one) is None
+    assert one._deployment_config.max_surge_percent == 50
+
+
+def test_an_update_starts_a_router_before_it_stops_one_where_its_labels_say() -> None:
+    labels = {"sluice/worker-group": "routers"}
+    router = build({"router": {"node_labels": labels}})._bound_deployment
+    assert router._deployment_config.max_surge_percent == 1, "rounded up to one"
+    assert RayActorOptionsSchema(**router.ray_actor_options).label_selector == labels
+    assert "label_selector" not in build({})._bound_deployment.ray_actor_options
 
 
 ON_RAY = {
@@ -97,13 +106,6 @@ def test_what_ray_could_not_place_is_refused(
         parse_config({"engine": {"vllm_args": args}, "replica": replica})
 
 
-def test_routers_are_where_their_labels_say() -> None:
-    labels = {"sluice/worker-group": "routers"}
-    options = build({"router": {"node_labels": labels}})._bound_deployment.ray_actor_options
-    assert RayActorOptionsSchema(**options).label_selector == labels
-    assert "label_selector" not in build({})._bound_deployment.ray_actor_options
-
-
 def test_each_pool_is_a_deployment_of_its_own() -> None:
     pools = {
         "prefill": {"count": 2, "num_gpus": 4, "node_labels": {"sluice/role": "prefill"}},
@@ -150,30 +152,10 @@ def test_a_role_has_replicas_of_several_kinds() -> None:
     assert {waits_s(each) for each in found.values()} == {OTHER_POOL_WAIT_S}
     (model,) = build(parse_config(data))._bound_deployment.init_args[1]
     assert model.roles == {"mixed": "mixed", "l4": "mixed"}
-    assert set(deployments({"models": {"a-b": data, "b": None}})) == {
-        *("Replica-a-b", "Replica.l4-a-b"),
-        "Replica-b",
+    split = {"replica": {"pools": {"prefill": {}, "decode": {}}}}
+    assert set(deployments({"models": {"a-b": data, "b": None, "c": split}})) == {
+        *("Replica-a-b", "Replica.l4-a-b", "Replica-b", "Prefill-c", "Decode-c")
     }
-
-
-def test_each_model_has_pools_of_its_own() -> None:
-    pools = {"prefill": {}, "decode": {}}
-    models = {"small": None, "large": {"replica": {"pools": pools}}}
-    assert set(deployments({"models": models})) == {
-        "Replica-small",
-        "Prefill-large",
-        "Decode-large",
-    }
-
-
-def test_an_update_starts_a_router_before_it_stops_one_and_replicas_where_there_is_room() -> None:
-    router = build(parse_config({}))._bound_deployment
-    assert router._deployment_config.max_surge_percent == 1, "rounded up to one"
-    surges = {
-        percent: deployments({"replica": {"surge_percent": percent}})["Replica"]
-        for percent in (0, 50)
-    }
-    assert [each._deployment_config.max_surge_percent for each in surges.values()] == [0, 50]
 
 
 def test_another_minor_version_of_ray_is_refused() -> None:

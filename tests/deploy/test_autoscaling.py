@@ -15,15 +15,15 @@ from sluice.deploy.app import build
 from sluice.deploy.autoscaling import latest_load, serve_autoscaling
 from sluice.deploy.commands.deploy import application_of
 from sluice.deploy.config import parse_config
-from sluice.replica.config import AutoscalingConfig, ReplicaConfig
+from sluice.replica.config import AutoscalingConfig
 from sluice.scheduling.autoscaling import Load
 
 OPTIONS = {"smoothing_s": 1.0, "startup_s": 5.0, "down_after_s": 10.0}
 CONFIG = AutoscalingConfig(min_replicas=1, max_replicas=6, policy_options=OPTIONS)
 
 
-def told(*loads: tuple[str, float, Load]) -> dict[str, dict[str, Any]]:
-    """Metrics as Serve keeps them, from who told what when."""
+def reported(*loads: tuple[str, float, Load]) -> dict[str, dict[str, Any]]:
+    """Metrics as Serve keeps them: loads by replica and time."""
     metrics: dict[str, dict[str, Any]] = {}
     for replica, at_s, load in loads:
         for name, value in load._asdict().items():
@@ -77,10 +77,10 @@ def demanding(at_s: float, demand: float, ready: float = 1.0) -> Load:
 def test_serve_gets_the_policys_number_at_once_and_in_bounds() -> None:
     serve = Serve()
     for second in range(1, 30):
-        serve.tick(told(("r1", 50.0 + second, demanding(second, 2.0))))
+        serve.tick(reported(("r1", 50.0 + second, demanding(second, 2.0))))
     assert serve.target == 3
     for second in range(30, 60):
-        serve.tick(told(("r1", 50.0 + second, demanding(second, 20.0))))
+        serve.tick(reported(("r1", 50.0 + second, demanding(second, 20.0))))
     assert serve.target == 6
 
 
@@ -88,7 +88,8 @@ def test_it_goes_down_by_the_policys_own_delay() -> None:
     serve = Serve()
     serve.target = 4
     sizes = [
-        serve.tick(told(("r1", float(second), demanding(second, 0.5)))) for second in range(1, 60)
+        serve.tick(reported(("r1", float(second), demanding(second, 0.5))))
+        for second in range(1, 60)
     ]
     assert sizes[:10] == [4] * 10
     assert sizes[-1] == 1
@@ -97,8 +98,8 @@ def test_it_goes_down_by_the_policys_own_delay() -> None:
 def test_without_news_nothing_changes() -> None:
     serve = Serve()
     for second in range(1, 30):
-        serve.tick(told(("r1", 50.0 + second, demanding(second, 2.0))))
-    last = told(("r1", 79.0, demanding(29.0, 2.0)))
+        serve.tick(reported(("r1", 50.0 + second, demanding(second, 2.0))))
+    last = reported(("r1", 79.0, demanding(29.0, 2.0)))
     state = serve.state
     assert {serve.tick(last) for _ in range(500)} == {3}
     assert {serve.tick({}) for _ in range(500)} == {3}
@@ -108,7 +109,7 @@ def test_without_news_nothing_changes() -> None:
 def test_a_failing_policy_keeps_the_number_and_says_so_once() -> None:
     serve = Serve()
     serve.target = 4
-    broken = told(("r1", 1.0, demanding(1, 2.0)))
+    broken = reported(("r1", 1.0, demanding(1, 2.0)))
     broken["asked"]["r1"] = [TimeStampedValue(1.0, "a word")]
     said: list[str] = []
 
@@ -125,13 +126,13 @@ def test_a_failing_policy_keeps_the_number_and_says_so_once() -> None:
     assert said == ["the autoscaling policy failed; the number of replicas stays"]
 
 
-def test_the_latest_load_counts_whoever_told_it() -> None:
+def test_the_latest_load_counts_whoever_reported_it() -> None:
     old, new = demanding(3.0, 1.0), demanding(4.0, 1.0)
     assert latest_load({}) is None
-    assert latest_load(told(("r1", 13.0, old), ("r1", 14.0, new))) == new
-    # The clocks of those who tell need not agree.
-    assert latest_load(told(("r1", 14.0, new), ("r2", 999.0, old))) == new
-    torn = told(("r1", 13.0, old), ("r2", 14.0, new))
+    assert latest_load(reported(("r1", 13.0, old), ("r1", 14.0, new))) == new
+    # The clocks of replicas need not agree.
+    assert latest_load(reported(("r1", 14.0, new), ("r2", 999.0, old))) == new
+    torn = reported(("r1", 13.0, old), ("r2", 14.0, new))
     del torn["asked"]["r2"]
     assert latest_load(torn) == old
 
@@ -141,17 +142,17 @@ def test_a_replica_that_leaves_with_the_latest_news_is_no_restart() -> None:
     serve.target = 2
     for second in range(1, 30):
         serve.tick(
-            told(
+            reported(
                 ("r1", 50.0 + second, demanding(second, 1.2)),
                 ("r2", 50.0 + second, demanding(second + 0.5, 1.2)),
             )
         )
     learnt = serve.state["sluice_state"]["demand_s"]
-    serve.tick(told(("r1", 79.0, demanding(29.0, 1.2))))
+    serve.tick(reported(("r1", 79.0, demanding(29.0, 1.2))))
     assert serve.state["sluice_state"]["demand_s"] == learnt > 1
     # Another host's clock is a new controller's.
-    serve.tick(told(("r1", 79.0, demanding(3_000.0, 1.2))))
-    serve.tick(told(("r1", 80.0, demanding(3.0, 1.2))))
+    serve.tick(reported(("r1", 79.0, demanding(3_000.0, 1.2))))
+    serve.tick(reported(("r1", 80.0, demanding(3.0, 1.2))))
     assert serve.state["sluice_state"]["demand_s"] < 0
     assert serve.target == 2
 
@@ -160,14 +161,14 @@ def test_the_last_replica_goes_and_one_request_brings_it_back() -> None:
     """Serve's own rule starts one where a request waits in a handle and no replica runs."""
     scaled = {"min_replicas": 0, "initial_replicas": 1, "zero_after_s": 20}
     serve = Serve(CONFIG.model_copy(update=scaled))
-    idle = [told(("r1", float(second), Load(float(second), 1.0))) for second in range(1, 30)]
+    idle = [reported(("r1", float(second), Load(float(second), 1.0))) for second in range(1, 30)]
     sizes = [serve.tick(each) for each in idle]
     assert (sizes[19], sizes[20:]) == (1, [0] * 9)
     assert [serve.tick({}) for _ in range(5)] == [0] * 5
     assert serve.tick({}, waiting=1.0) == 1
     # It takes a while until the replica runs, and the client may leave before.
     assert [serve.tick({}, running=0) for _ in range(5)] == [1] * 5
-    sizes = [serve.tick(told(("r2", 99.0 + n, Load(99.0 + n, 1.0)))) for n in range(22)]
+    sizes = [serve.tick(reported(("r2", 99.0 + n, Load(99.0 + n, 1.0)))) for n in range(22)]
     assert sizes == [1] * 20 + [0] * 2
 
 
@@ -203,16 +204,15 @@ def test_the_application_autoscales_where_it_is_asked_to() -> None:
     made = pools["mixed"]._bound_deployment._deployment_config.autoscaling_config
     # With a number of its own, Serve would fall back to it whenever the application changes.
     assert (made.min_replicas, made.initial_replicas, made.max_replicas) == (2, None, 5)
+    scaled = parse_config(fields).replica
+    assert (scaled.first, scaled.most) == (2, 5)
+    assert application_of(fields, "a")["deployments"] == []
     assert (made.upscale_delay_s, made.downscale_delay_s) == (0, 0)
-    (pools,) = build({"replica": {"count": 3}})._bound_deployment.init_args[0].values()
+    fixed = {"replica": {"count": 3}}
+    (pools,) = build(fixed)._bound_deployment.init_args[0].values()
     assert pools["mixed"]._bound_deployment._deployment_config.autoscaling_config is None
-
-
-def test_a_submitted_application_leaves_the_number_to_the_policy() -> None:
-    fixed = application_of({"replica": {"count": 3}}, "a")
-    assert fixed["deployments"] == [{"name": "Replica", "num_replicas": 3}]
-    scaled = application_of({"replica": {"autoscaling": {"max_replicas": 5}}}, "a")
-    assert scaled["deployments"] == []
+    number = [{"name": "Replica", "num_replicas": 3}]
+    assert application_of(fixed, "a")["deployments"] == number
 
 
 @pytest.mark.parametrize(
@@ -233,10 +233,3 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:
         AutoscalingConfig.model_validate(fields)
     with pytest.raises(ValueError, match=r"replica\.autoscaling"):
         parse_config({"replica": {"autoscaling": fields}})
-
-
-def test_the_bounds_of_a_pool() -> None:
-    fixed = ReplicaConfig(count=3)
-    assert (fixed.first, fixed.most) == (3, 3)
-    scaled = ReplicaConfig(autoscaling=AutoscalingConfig(min_replicas=2, max_replicas=5))
-    assert (scaled.first, scaled.most) == (2, 5)

@@ -114,26 +114,12 @@ def test_a_leak_shows_and_a_steady_level_with_noise_does_not(
     assert grows(list(rises))
 
 
-def test_the_slope_is_per_hour_and_that_of_a_straight_line() -> None:
-    (found,) = growth(samples([100.0 + 0.5 * index for index in range(41)], seconds=1_800.0))
-    assert (found["per_hour"], found["error"]) == (40.0, 0.0)
-    assert (found["first"], found["last"]) == (102.25, 117.75)
-
-
 def test_a_short_time_says_nothing_and_rays_own_growth_is_not_ours() -> None:
     rising = [100.0 + index for index in range(60)]
     assert grows(rising)
     assert not grows(rising, LEAST_S - 1)
     assert not grows(rising, kind="Ray")
     assert not grows(rising[::-1])
-
-
-def test_a_process_that_was_not_there_for_half_of_the_time_is_left_out() -> None:
-    found: list[Sample] = [
-        (10.0 * n, {("routers", 12): 1.0} | ({("routers", 13): 1.0} if n < 9 else {}))
-        for n in range(20)
-    ]
-    assert [each["process"] for each in growth(found)] == ["routers 12"]
 
 
 # The report.

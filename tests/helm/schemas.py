@@ -9,7 +9,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from tests.helm.chart import CUSTOM_RESOURCES, Document
+from tests.helm.chart import CUSTOM_RESOURCES, Document, Release
 
 KUBERNETES = ("1.28", kubernetes_validate.latest_version())
 """The oldest Kubernetes that the chart is for, and the newest that there are schemas of."""
@@ -21,6 +21,18 @@ def check_native(document: Document) -> None:
     """Hold an object of Kubernetes to its schema. Raises ValidationError."""
     for version in KUBERNETES:
         kubernetes_validate.validate(document, version, strict=True)
+
+
+def check_release(release: Release) -> None:
+    """Hold all that is rendered to its schema. Raises ValidationError."""
+    for document in release.documents:
+        if document["apiVersion"] in NATIVE:
+            check_native(document)
+    for pod in release.pods:
+        named = {**pod["metadata"], "name": "pod"}
+        check_native({"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": pod["spec"]})
+    if CUSTOM_RESOURCES.exists():
+        check_ray_service(*release.of("RayService"))
 
 
 def check_ray_service(document: Document) -> None:

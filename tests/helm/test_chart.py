@@ -31,17 +31,13 @@ from tests.helm.chart import (
     render,
     values_with,
 )
-from tests.helm.schemas import NATIVE, check_native, check_ray_service
+from tests.helm.schemas import check_native, check_ray_service, check_release
 
 EXAMPLES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").iterdir()}
 SCHEMA = jsonschema.Draft7Validator(
     json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 )
 DIGEST = "b6d81b360a5672d80c27430f39153e2c4b8b5a4a8a3a5a2f2b2e1d0c9f8e7d6c"
-
-needs_definition = pytest.mark.skipif(
-    not CUSTOM_RESOURCES.exists(), reason="KubeRay's definition of a RayService is not there"
-)
 
 
 @pytest.fixture(params=sorted(EXAMPLES))
@@ -52,10 +48,6 @@ def example(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def release(example: str) -> Release:
     return render(read(EXAMPLES[example]))
-
-
-def test_the_examples_are_there() -> None:
-    assert {"default", "gpu", "pd", "ha"} <= EXAMPLES.keys()
 
 
 def test_what_follows_from_the_code_is_as_the_code_has_it() -> None:
@@ -74,26 +66,12 @@ def test_the_versions_are_the_project_s() -> None:
 # What is rendered.
 
 
-def test_kubernetes_accepts_it(release: Release) -> None:
-    native = [each for each in release.documents if each["apiVersion"] in NATIVE]
-    assert len(native) >= 4
-    for document in native:
-        check_native(document)
+def test_the_schema_kubernetes_and_kuberay_accept_it(example: str, release: Release) -> None:
+    SCHEMA.validate(values_with(read(EXAMPLES[example])))
+    check_release(release)
 
 
-def test_kubernetes_accepts_the_pods(release: Release) -> None:
-    for pod in release.pods:
-        named = {**pod["metadata"], "name": "pod"}
-        check_native({"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": pod["spec"]})
-
-
-@needs_definition
-def test_kuberay_accepts_it(release: Release) -> None:
-    (service,) = release.of("RayService")
-    check_ray_service(service)
-
-
-@needs_definition
+@pytest.mark.skipif(not CUSTOM_RESOURCES.exists(), reason="KubeRay's definition is not there")
 def test_the_checks_see_a_wrong_field() -> None:
     release = render({})
     (service,) = release.of("RayService")
@@ -105,10 +83,6 @@ def test_the_checks_see_a_wrong_field() -> None:
     budget["spec"]["minAvailabel"] = budget["spec"].pop("minAvailable")
     with pytest.raises(jsonschema.ValidationError, match="minAvailabel"):
         check_native(budget)
-
-
-def test_its_own_schema_accepts_the_examples(example: str) -> None:
-    SCHEMA.validate(values_with(read(EXAMPLES[example])))
 
 
 def test_serve_and_sluice_accept_the_configuration(release: Release) -> None:
@@ -489,12 +463,9 @@ def test_any_mix_of_options_is_accepted(chosen: set[str]) -> None:
     release = render(values)
     for document in release.documents:
         assert len(document["metadata"]["name"]) <= 63
-        if document["apiVersion"] in NATIVE:
-            check_native(document)
+    check_release(release)
     (application,) = ServeDeploySchema.model_validate(release.serve_config).applications
     parse_config(application.args)
-    if CUSTOM_RESOURCES.exists():
-        check_ray_service(*release.of("RayService"))
 
 
 @pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the path")

@@ -36,7 +36,7 @@ def test_the_values_are_accepted(text: str) -> None:
     parse_config(application["args"])
 
 
-def test_helm_is_told_of_things_that_exist() -> None:
+def test_helm_is_options_of_things_that_exist() -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--namespace", "-n")
@@ -47,13 +47,13 @@ def test_helm_is_told_of_things_that_exist() -> None:
     make = (ROOT / "Makefile").read_text("utf-8")
     (folder,) = re.findall(r"sluice.deploy.chart --package (\S+)", make)
     for words in commands("helm"):
-        told = parser.parse_args(words)
-        if "install" in told.words and told.words[-1] != "kuberay/kuberay-operator":
-            assert told.words[-1] == f"{folder}/{CHART.name}"
+        options = parser.parse_args(words)
+        if "install" in options.words and options.words[-1] != "kuberay/kuberay-operator":
+            assert options.words[-1] == f"{folder}/{CHART.name}"
             values: Document = {}
-            for path in told.values:
+            for path in options.values:
                 values = merged(values, read(ROOT / path))
-            for name, value in (each.split("=", 1) for each in told.set):
+            for name, value in (each.split("=", 1) for each in options.set):
                 values = merged(values, _nested(name, value))
             SCHEMA.validate(values_with(values))
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ray.dashboard.http_server_agent import PUBLIC_EXACT_PATHS
 
-from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, merged, render, values_with
-from tests.helm.schemas import check_native, check_ray_service
+from tests.helm.chart import Document, Release, merged, render, values_with
+from tests.helm.schemas import check_native, check_release
 from tests.helm.test_chart import SCHEMA
 
 
@@ -151,8 +151,7 @@ def test_an_upgrade_in_steps_is_kuberay_s() -> None:
     }
     assert release.service["rayClusterConfig"]["enableInTreeAutoscaling"] is True
     assert render({}).service["upgradeStrategy"] == {"type": "NewCluster"}
-    if CUSTOM_RESOURCES.exists():
-        check_ray_service(*release.of("RayService"))
+    check_release(release)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import yaml
 from sluice.deploy.config import parse_config
 from sluice.router.config import RouterConfig
 from tests.documents import ROOT, marked
-from tests.helm.chart import CUSTOM_RESOURCES, Document, Release, merged, render, values_with
-from tests.helm.schemas import check_native, check_ray_service
+from tests.helm.chart import Document, Release, merged, render, values_with
+from tests.helm.schemas import check_native, check_release
 from tests.helm.test_chart import SCHEMA, labels_of, selected
 
 DOCUMENT = ROOT / "docs" / "kubernetes.md"
@@ -39,7 +39,6 @@ def test_routers_run_in_one_group_whose_ready_pods_are_the_service() -> None:
     SCHEMA.validate(values_with(VALUES))
     release = render(VALUES)
     (service,) = release.of("Service")
-    check_native(service)
     spec = service["spec"]
     (port,) = spec["ports"]
     pods = [labels_of(pod) for pod in release.pods]
@@ -61,11 +60,7 @@ def test_routers_run_in_one_group_whose_ready_pods_are_the_service() -> None:
     for container in (head, others):
         assert "readinessProbe" not in container
         assert PORT not in [each["containerPort"] for each in container["ports"]]
-    for pod in release.pods:
-        named = {**pod["metadata"], "name": "pod"}
-        check_native({"apiVersion": "v1", "kind": "Pod", "metadata": named, "spec": pod["spec"]})
-    if CUSTOM_RESOURCES.exists():
-        check_ray_service(*release.of("RayService"))
+    check_release(release)
 
 
 def test_what_an_operator_states_of_the_group_stays() -> None:
@@ -79,11 +74,9 @@ def test_what_an_operator_states_of_the_group_stays() -> None:
     assert router_of(release).node_labels == {"zone": "a", "sluice/worker-group": "routers"}
     (service,) = release.of("Service")
     assert service["metadata"]["annotations"] == {"a": "b"}
-
-
-def test_without_a_group_there_is_no_service() -> None:
-    for values in ({}, {"config": {"router": {"picker": {"port": PORT}}}}):
-        release = render(values)
+    # Without a group there is no service.
+    for plain in ({}, {"config": {"router": {"picker": {"port": PORT}}}}):
+        release = render(plain)
         assert not release.of("Service") and not router_of(release).node_labels
         assert not any("labels" in group for group in release.groups)
 
