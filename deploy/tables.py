@@ -313,7 +313,7 @@ def _quarantine(row: Mapping[str, Any]) -> str:
     found = row["quarantine"]
     if found is None:
         return "it failed or hung"
-    saw = {"hung": "it hangs", "failed": "requests failed there"}.get(found["reason"], "trouble")
+    saw = {"hung": "it hangs", "failed": "requests failed there"}.get(found["reason"], "it failed")
     words = f"{saw}, for {found['since_ms'] / 1e3:,.1f}s; "
     if found["state"] == "half-open":
         return words + "one request at a time tries it"
