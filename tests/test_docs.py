@@ -57,26 +57,6 @@ def test_each_file_of_the_code_that_a_document_names_exists(name: str) -> None:
     assert not absent, absent
 
 
-def documented_metrics() -> set[str]:
-    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    return set(re.findall(r"^\| `((?:sluice|gen_ai)_[a-z0-9_]+)` \|", text, flags=re.MULTILINE))
-
-
-def test_every_metric_is_documented_and_none_is_invented() -> None:
-    sources = [
-        path.read_text(encoding="utf-8")
-        for package in ("router", "controller", "replica")
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "xargs.py"  # arguments of the engine, which share the prefix
-    ]
-    in_code = {name for text in sources for name in re.findall(r'"(sluice_[a-z0-9_]+)"', text)}
-    # The client library adds the suffix of counters, and takes it off a name that has it.
-    own = [name for name in documented_metrics() if name.startswith("sluice_")]
-    assert {name.removesuffix("_total") for name in own} == {
-        name.removesuffix("_total") for name in in_code
-    }
-
-
 def anchors(path: Path) -> set[str]:
     """The names by which headings can be linked to, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -262,12 +242,12 @@ def test_the_check_sees_a_wrong_command(line: str) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
-def test_what_a_reader_is_told_to_run_is_run(path: Path) -> None:
+def test_what_a_reader_shall_run_is_run(path: Path) -> None:
     for block in blocks(path):
         runs = re.match(r"(sluice|python|make|curl|\.|from|import) ?", block.text)
         by_hand = any(block.text.startswith(command) for command in BY_HAND)
-        told = block.marker.startswith("run: ") or block.marker == "check: command"
-        assert not runs or by_hand or told, block.text
+        marked_to_run = block.marker.startswith("run: ") or block.marker == "check: command"
+        assert not runs or by_hand or marked_to_run, block.text
 
 
 def texts(marker: str, but: Path | None = None) -> list[str]:

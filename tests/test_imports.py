@@ -150,21 +150,11 @@ def test_no_import_goes_in_a_circle_between_modules_or_sub_packages() -> None:
     [
         ("scheduling.x", "import sluice.protocol.messages"),
         ("scheduling.x", "from ray import serve"),
-        ("router.x", "from scheduling.objective import SLO"),
         ("scheduling.x", "def f():\n    import vllm"),
-        ("controller.x", "from sluice.router.app import build"),
-        ("controller.x", "import sluice.replica"),
-        ("replica.x", "from sluice.controller.actor import Controller"),
+        ("router.x", "from scheduling.objective import SLO"),
         ("replica.x", "from sluice.controller import actor"),
         ("replica.x", "import sluice.controller"),
-        ("router.x", "from sluice.replica.engine_vllm import VLLMEngine"),
-        ("router.x", "from sluice.replica.config import ReplicaConfig"),
-        ("router.x", "from sluice.deploy.config import Config"),
         ("router.sub.x", "from ...deploy import config"),
-        ("simulation.x", "from sluice.replica.engine import Engine"),
-        ("simulation.x", "from sluice.deploy.config import load_config"),
-        ("simulation.x", "from sluice.benchmarks import planning"),
-        ("deploy.x", "from sluice.benchmarks.planning import simulate"),
         ("deploy.x", "from sluice.benchmarks import planning"),
         ("deploy.x", "from tests.scheduling import views"),
     ],
@@ -177,20 +167,10 @@ def test_the_check_sees_a_violation(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("scheduling.x", "import math\nimport numpy as np\nfrom pydantic import Field"),
-        ("scheduling.x", "from sluice.scheduling.request.objective import SLO"),
         ("scheduling.batching.x", "from . import base\nfrom ..objective import SLO"),
         ("controller.x", "import ray\nfrom sluice.scheduling.routing import make_policy"),
-        (
-            "replica.x",
-            "from sluice.controller.client import ControllerClient\n"
-            "from sluice.controller import config",
-        ),
-        ("router.x", "from sluice.protocol import requests\nimport sluice.protocol.messages"),
-        (
-            "deploy.x",
-            "import sluice.router.app\nimport sluice.replica.vllm.engine\n"
-            "import sluice.controller.actor",
-        ),
+        ("replica.x", "from sluice.controller.client import ControllerClient"),
+        ("replica.x", "from sluice.controller import config"),
     ],
 )
 def test_the_check_lets_what_is_allowed_pass(module: str, source: str) -> None:

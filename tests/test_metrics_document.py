@@ -21,9 +21,9 @@ def documented() -> dict[str, Family]:
 
 
 def test_every_metric_is_documented_with_its_kind_and_labels_and_none_is_invented() -> None:
-    told, real = documented(), catalogue()
-    assert set(told) == set(real)
-    assert {name: told[name] for name in real if told[name] != real[name]} == {}
+    rows, real = documented(), catalogue()
+    assert set(rows) == set(real)
+    assert {name: rows[name] for name in real if rows[name] != real[name]} == {}
 
 
 def test_only_counters_end_in_total() -> None:
