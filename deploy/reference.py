@@ -46,8 +46,12 @@ router:
   default_class: standard
 ```
 
-Names in `<>` are yours to choose. `[]` stands for each entry of a list.
+Names in `<>` are yours to choose. `[]` stands for each entry of a list. `a.b` is the field `b` of
+the object `a`.
 """
+
+_FEW = 4
+"""An object with at most as many fields has its rows in the table of what holds it."""
 
 _RANGES = (
     ("minimum", "maximum", ""),
@@ -164,6 +168,7 @@ class _Reader:
     def __init__(self, definitions: dict[str, Schema]) -> None:
         self._definitions = definitions
         self._places: dict[str, str] = {}
+        self._within: set[str] = set()
 
     def sections(self, top: _Section) -> Iterator[_Section]:
         """``top`` and everything nested in it, each definition once."""
@@ -175,6 +180,9 @@ class _Reader:
                 if title in self._places:
                     continue
                 self._places[title] = place
+                if place == path and len(nested["properties"]) <= _FEW and top.path:
+                    self._within.add(title)
+                    continue
                 known = values if place == path else None
                 yield from self.sections(_Section(place, nested, known))
 
@@ -192,20 +200,24 @@ class _Reader:
         for values in _values(field):
             yield from self._nested(f"{path}.<name>", values)
 
-    def rows(self, section: _Section) -> Iterator[str]:
+    def rows(self, section: _Section, prefix: str = "") -> Iterator[str]:
         """The table's rows, a field each."""
         required = section.schema.get("required", ())
         for name, field in section.schema.get("properties", {}).items():
             kinds, bounds = self._kinds(field)
             default = "required" if name in required else self._default(section, name, field)
             cells = (
-                f"`{name}`",
+                f"`{prefix}{name}`",
                 " or ".join(dict.fromkeys(kinds)),
                 default,
                 ", ".join(dict.fromkeys(bounds)),
                 _plain(field.get("description") or self._resolved(field).get("description", "")),
             )
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            values = section.values.get(name) if isinstance(section.values, dict) else None
+            for title, place, nested in self._nested(name, field):
+                if title in self._within and place == name:
+                    yield from self.rows(_Section("", nested, values), f"{prefix}{name}.")
 
     def _resolved(self, field: Schema) -> Schema:
         """The definition that ``field`` is, where it is one."""
@@ -224,6 +236,8 @@ class _Reader:
         bounds = list(_bounds(field))
         if "$ref" in field:
             title = field["$ref"].rpartition("/")[2]
+            if title in self._within:
+                return ["object"], bounds
             if title in self._places:
                 place = self._places[title]
                 return [f"[object](#{_anchor(place)})"], bounds

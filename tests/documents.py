@@ -54,7 +54,7 @@ def section(path: Path, heading: str) -> str:
 
 def rows(text: str) -> dict[str, list[str]]:
     """The rows of a table whose first cell is a name in backticks: the other cells by that name."""
-    lines = re.findall(r"^\| \[?`(\w+)`[^|]*\|(.*)\|$", text, re.MULTILINE)
+    lines = re.findall(r"^\| \[?`([\w.]+)`[^|]*\|(.*)\|$", text, re.MULTILINE)
     return {name: [cell.strip() for cell in rest.split("|")] for name, rest in lines}
 
 
