@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from sluice.scheduling import batching, routing
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.base import BatchPolicy
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.batching.s_edf import SEDF, SEDFOptions
 from sluice.scheduling.batching.token_budget import Sarathi
 from sluice.scheduling.fleet.fleet import Fleet
@@ -179,7 +180,8 @@ class SarathiPriority(Sarathi):
         """Decodes, then prefills, each by priority, up to the token budget."""
         table = queue.table
         # The rows are in order of arrival and the sort is stable.
-        batch.take(np.lexsort((-table[:, PRIORITY], is_prefill(table))), tokens=self._token_budget)
+        order = np.lexsort((-table[:, PRIORITY], is_prefill(table)))
+        batch.take(order, tokens=self.options.token_budget)
 
 
 class SJFOptions(PolicyOptions):

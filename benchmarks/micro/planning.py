@@ -14,7 +14,8 @@ import numpy as np
 from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.benchmarks.live.report import quantiles, table
 from sluice.benchmarks.options import as_json, number_option, show
-from sluice.scheduling.batching.base import BatchBudget, BatchPolicy
+from sluice.scheduling.batching.base import BatchPolicy
+from sluice.scheduling.batching.batch import BatchBudget
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView

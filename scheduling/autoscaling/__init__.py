@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State
+from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool, State, ToZero
 from sluice.scheduling.autoscaling.head_room import HeadRoom
 from sluice.scheduling.autoscaling.load import Demand, Load
 from sluice.scheduling.autoscaling.ongoing_requests import OngoingRequests
-from sluice.scheduling.autoscaling.to_zero import ToZero
 from sluice.scheduling.policy import Registry
 
 __all__ = [

@@ -11,36 +11,12 @@ from sluice.scheduling.autoscaling.base import STARTUP_S, AutoscalingPolicy, Dec
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.policy import PolicyOptions
 
-SLOWER = 4.0
-"""Ratio of the two averaging times of demand: the slow mean is over this many times
-``smoothing_s``, and the difference of the means is the trend."""
-
-MOST_GROWTH = 2.0
-"""Maximum ratio of the demand forecast to the current mean."""
-
 MOST_SCALING = 4.0
 """Maximum factor by which the decodes of promised requests are scaled up for requests without a
 promise."""
 
 MIN_LIMIT = 0.3
 """Lower bound of the learned load limit of a replica."""
-
-LEARNT_STEP = 0.9
-"""Learned load limit, as a share of the load at which SLOs were lost."""
-
-LIMIT_MEMORY_S = 3600.0
-"""Time in which the learned limit loses ``1 - 1/e`` of its effect, seconds."""
-
-MAX_LOSS_RATIO = 0.6
-"""A new replica has helped if the losses fall below this share of the losses before it."""
-
-MIN_LOSS_RATIO = 1.5
-"""Another replica is tried when the losses exceed this many times the losses that added replicas
-did not cure."""
-
-MIN_LOST = 3.0
-"""Minimum number of recently lost requests for which a replica is added."""
-
 
 KV_LOAD = 0.85
 """Share of the KV blocks that may be in use."""
@@ -50,9 +26,6 @@ BEST_EFFORT_WITHIN_S = 60.0
 
 DOWN_MARGIN = 0.15
 """A replica is removed only if the others would stay this share below their limits."""
-
-MAX_STEP_UP = 8
-"""Most replicas added at once."""
 
 
 class HeadRoomOptions(PolicyOptions):
@@ -152,8 +125,8 @@ class HeadRoom(AutoscalingPolicy):
 
     @property
     def _slow_s(self) -> float:
-        """Time constant of the slower means."""
-        return SLOWER * self.options.smoothing_s
+        """Time constant of the slower means: their difference to the faster ones is the trend."""
+        return 4.0 * self.options.smoothing_s
 
     def decide(self, load: Load, pool: Pool, state: State) -> Decision:
         """See :meth:`AutoscalingPolicy.decide`. ``O(1)``."""
@@ -168,7 +141,7 @@ class HeadRoom(AutoscalingPolicy):
         if lost:
             up, down, reason = max(up, pool.target + 1), pool.target, lost
         if up > pool.target:
-            target = pool.bounded(min(up, pool.target + MAX_STEP_UP))
+            target = pool.bounded(min(up, pool.target + 8))
             grown_s = load.now_s if target > pool.target else memory.grown_s
             memory = memory._replace(grown_s=grown_s, low_since_s=-1.0, low_most=0)
         else:
@@ -211,7 +184,7 @@ class HeadRoom(AutoscalingPolicy):
         passed_s = load.now_s - last.now_s
         fast = 1.0 - exp(-passed_s / self.options.smoothing_s)
         slow = 1.0 - exp(-passed_s / self._slow_s)
-        unlearn = 1.0 - exp(-passed_s / LIMIT_MEMORY_S)
+        unlearn = 1.0 - exp(-passed_s / 3600.0)
 
         def rate(mean: float, now: float, then: float) -> float:
             return mean + slow * ((now - then) / passed_s - mean)
@@ -243,7 +216,7 @@ class HeadRoom(AutoscalingPolicy):
         options = self.options
         trend = (memory.demand_s - memory.slow_s) / (self._slow_s - options.smoothing_s)
         ahead_s = trend * (options.startup_s + options.smoothing_s)
-        forecast = min(memory.demand_s + max(0.0, ahead_s), MOST_GROWTH * memory.demand_s)
+        forecast = min(memory.demand_s + max(0.0, ahead_s), 2.0 * memory.demand_s)
         best_effort = load.best_effort_s / BEST_EFFORT_WITHIN_S
         wants = {
             f"demand {forecast:.2f} at {memory.limit:.2f} each": forecast / memory.limit,
@@ -269,15 +242,16 @@ class HeadRoom(AutoscalingPolicy):
             return memory, ""
         lost = memory.lost / memory.asked
         if memory.trial > 0:
-            if lost < MAX_LOSS_RATIO * memory.trial:
-                limit = max(MIN_LIMIT, min(memory.limit, LEARNT_STEP * memory.trial_load))
+            # The new replica has helped: the limit is below the load at which SLOs were lost.
+            if lost < 0.6 * memory.trial:
+                limit = max(MIN_LIMIT, min(memory.limit, 0.9 * memory.trial_load))
                 memory = memory._replace(limit=limit)
             else:
                 memory = memory._replace(borne=max(lost, memory.trial))
             memory = memory._replace(trial=0.0)
-        allowed = max(1.0 - options.attainment, MIN_LOSS_RATIO * memory.borne)
+        allowed = max(1.0 - options.attainment, 1.5 * memory.borne)
         # Few in the time over which they are counted are chance.
-        chance = memory.lost * self._slow_s < MIN_LOST
+        chance = memory.lost * self._slow_s < 3.0
         if lost <= allowed or chance or needed > pool.target or pool.target >= pool.most:
             return memory, ""
         held = memory.demand_s / load.ready

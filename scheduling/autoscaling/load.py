@@ -84,17 +84,13 @@ def _least_fixed_s(figures: Floats, rows: Ints) -> float:
 
 
 MAX_UNPLACED = 4096
-"""Maximum number of unplaced requests tracked, so that their retries do not count as new
-requests."""
+"""Unplaced requests that are tracked, so that their retries do not count as new requests."""
 
 MOST_SLACK_S = 60.0
 """Maximum time until a first token is due that counts, seconds: it may be infinite."""
 
 _MEANS = ("capacity", "head_room", "kv_share")
 """Fields of a :class:`Load` that are means over replicas."""
-
-LEAST_CAPACITY = 0.3
-"""Minimum share of a replica's time that counts as usable beside the fixed time of its steps."""
 
 
 class Load(NamedTuple):
@@ -283,7 +279,7 @@ class Demand:
         kept = (figures[:, figure.FREE_BLOCKS] + figures[:, figure.LENT_BLOCKS]).sum()
         return counted._replace(
             decode_share=float((decode_s[busy] / step_s[busy]).sum()),
-            capacity=float(np.clip(usable, LEAST_CAPACITY, 1.0).mean()) if decodes.any() else 1.0,
+            capacity=float(np.clip(usable, 0.3, 1.0).mean()) if decodes.any() else 1.0,
             head_room=float(np.minimum(budget, 1.0).mean()),
             kv_share=float(np.clip(1.0 - kept / total, 0.0, 1.0)) if total > 0 else 0.0,
             best_effort_s=float(figures[:, figure.BEST_EFFORT_S].sum()),

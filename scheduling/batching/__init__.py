@@ -6,23 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from sluice.scheduling.batching.annealing import Annealing
-from sluice.scheduling.batching.base import (
-    BatchBudget,
-    BatchBuilder,
-    BatchPlan,
-    BatchPolicy,
-    BestEffort,
-    BestEffortOptions,
-    PlannedTokens,
-    PolicyOptions,
-)
+from sluice.scheduling.batching.base import BatchPolicy, BestEffort, BestEffortOptions
+from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, PlannedTokens
 from sluice.scheduling.batching.deadline_triage import DeadlineTriage
 from sluice.scheduling.batching.fairbatching import FairBatching
 from sluice.scheduling.batching.s_edf import SEDF
 from sluice.scheduling.batching.slidebatching import SlideBatching
 from sluice.scheduling.batching.slos_serve import SLOsServe
 from sluice.scheduling.batching.token_budget import EDF, FCFS, Sarathi
-from sluice.scheduling.policy import Registry
+from sluice.scheduling.policy import PolicyOptions, Registry
 from sluice.scheduling.roles import Role
 
 __all__ = [

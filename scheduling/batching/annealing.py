@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.base import BatchPolicy
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
@@ -443,12 +444,10 @@ class Annealing(BatchPolicy):
     source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"
     local_order = SLIDE
     Options = AnnealingOptions
+    options: AnnealingOptions
 
     def __init__(self, options: AnnealingOptions | None = None) -> None:
-        options = options or AnnealingOptions()
         super().__init__(options)
-        self._batch_size = options.batch_size
-        self._in_order = options.admits == "in_order"
         self._schedule = Schedule.paper()
         self._keys: Ints = np.empty(0, np.int64)
         self._waiting = np.empty(0, np.bool_)
@@ -473,10 +472,10 @@ class Annealing(BatchPolicy):
             return
         if not same:
             rows = np.flatnonzero(waiting)
-            free = self._batch_size - len(running)
+            free = self.options.batch_size - len(running)
             mapped = rows[: MOST_MAPPED if free > 0 else 0]
             order, admitted = self._map(table, decodes, prefills, mapped, now_s, latency)
-            if self._in_order:
+            if self.options.admits == "in_order":
                 admitted = max(free, 0)
             self._first = order[:admitted]
             self._later = np.concatenate((order[admitted:], rows[len(mapped) :]))
@@ -495,7 +494,7 @@ class Annealing(BatchPolicy):
         """The rows of ``waiting`` in order, and how many of them the first batch has."""
         if not len(waiting):
             return waiting, 0
-        phases, most = phases_of(latency), self._batch_size
+        phases, most = phases_of(latency), self.options.batch_size
         rows = np.concatenate((decodes, prefills, waiting))
         jobs = Jobs(
             predict(table[waiting], phases, now_s, most, 0),

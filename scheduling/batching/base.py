@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from sluice.scheduling.assumptions import PREFILL_SHARE, UNKNOWN_OUTPUT_TOKENS
-from sluice.scheduling.batching.batch import (
-    BatchBudget,
-    BatchBuilder,
-    BatchPlan,
-    PlannedTokens,
-    Tiers,
-)
+from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder, BatchPlan, Tiers
 from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.latency.speculation import AdaptiveLengths, Lengths, Mask, Speculation
@@ -103,15 +97,8 @@ def blocks_needed(table: Floats, rows: Ints, block_tokens: int) -> Floats:
     return needed
 
 
-AGED_CHUNK_TOKENS = 64
-"""Smallest chunk of an aged prompt: each chunk reads all of the context before it."""
-
 LONGEST_STEPS = 20
 """Longest batch, in empty steps, where no decode limits it."""
-
-
-MOST_OF_BATCH = 0.5
-"""Share of a batch's time, beside what was taken before, for a prompt that the lane has begun."""
 
 STILL_EARNED = 0.5
 """Share of the rest of a prompt that must be earned to continue it, as chunks cost extra."""
@@ -179,7 +166,8 @@ class AgedLane:
         if not len(aged):
             return
         first = table[aged[0]]
-        tokens = min(int(first[PENDING]), AGED_CHUNK_TOKENS)
+        # Each chunk reads all of the context before it, so that none is smaller.
+        tokens = min(int(first[PENDING]), 64)
         chunk_s = needed_s = latency.work_s(tokens, int(first[COMPUTED]))
         # Time earned while nothing fitted must not be spent in one batch.
         most_s = share_s = max(chunk_s, LONGEST_STEPS * latency.fixed_s)
@@ -188,7 +176,7 @@ class AgedLane:
             rest_s = _rest_s(first, latency)
             needed_s = max(chunk_s, STILL_EARNED * rest_s) if first[RUNNING] > 0 else rest_s
             most_s = max(most_s, latency.work_s(_tokens(first), 0))
-            share_s = max(chunk_s, MOST_OF_BATCH * (until_s - before_s))
+            share_s = max(chunk_s, 0.5 * (until_s - before_s))
         earned = self._earned
         earned.seconds = min(earned.seconds, most_s)
         if earned.seconds >= needed_s:
@@ -234,21 +222,8 @@ def least_useful_s(
 Fill = Callable[[BatchBuilder, QueueView, float, LatencyModel], None]
 """A policy's plan of the guaranteed requests."""
 
-USABLE = 0.9
-"""Share of promised requests' slack that best-effort work may use, as step times vary."""
-
-
-LONGEST_S = 0.05
-"""Lower bound, seconds, of the limit by ``LONGEST_STEPS``, for models with an almost free empty
-step."""
-
-
 RESERVE = 0.1
 """Share of KV blocks and sequences that best-effort requests leave free when they start."""
-
-LOST_SHARE = 0.05
-"""Maximum share of the time that evictions may waste: after one that lost ``s`` seconds of work, no
-best-effort request starts for ``s / LOST_SHARE`` while any request is promised."""
 
 
 class BestEffortOptions(PolicyOptions):
@@ -379,7 +354,8 @@ class BestEffort:
             (batch.cost_s, fixed_s, least_useful_s(fixed_s, latency)),
             (batch.free_blocks, batch.sequences_left, batch.block_tokens),
         )
-        until_s = min(USABLE * until_s, max(LONGEST_STEPS * fixed_s, LONGEST_S))
+        # Step times vary, and by some models an empty step is almost free.
+        until_s = min(0.9 * until_s, max(LONGEST_STEPS * fixed_s, 0.05))
         running = table[rows, RUNNING] > 0
         decode = running & ~is_prefill(table[rows])
         batch.take(rows[decode], until_s)
@@ -420,10 +396,11 @@ class BestEffort:
         return waiting[fits]
 
     def _charge(self, computed: Floats, now_s: float, latency: LatencyModel) -> None:
-        """Close admission until the loss of ``computed`` tokens is within :data:`LOST_SHARE`."""
+        """Start no best-effort request beside promised ones until the time to compute the lost
+        tokens again is a twentieth of the time since."""
         lost_s = sum(latency.work_s(int(tokens), 0) for tokens in computed if tokens)
         if lost_s > 0:
-            self._closed_until_s = max(self._closed_until_s, now_s) + lost_s / LOST_SHARE
+            self._closed_until_s = max(self._closed_until_s, now_s) + 20.0 * lost_s
 
 
 def longest_wait_s(table: Floats, now_s: float) -> float:
@@ -568,16 +545,6 @@ def blocks_to_come(table: Floats, granted: Ints, block_tokens: int) -> Floats:
         now = ceil((table[row, COMPUTED] + granted[row]) / block_tokens)
         more[row] = max(0.0, whole - max(now, table[row, KV_BLOCKS]))
     return more
-
-
-__all__ = [
-    "BatchBudget",
-    "BatchBuilder",
-    "BatchPlan",
-    "BatchPolicy",
-    "PlannedTokens",
-    "PolicyOptions",
-]
 
 
 class BatchPolicy(ABC):

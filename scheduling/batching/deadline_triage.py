@@ -22,13 +22,13 @@ from sluice.scheduling.assumptions import (
 from sluice.scheduling.batching.base import (
     LONGEST_STEPS,
     AgedLane,
-    BatchBuilder,
     BatchPolicy,
     blocks_needed,
     expected_tokens,
     least_useful_s,
     victims,
 )
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions

@@ -7,12 +7,8 @@ from math import inf
 import numpy as np
 from pydantic import Field
 
-from sluice.scheduling.batching.base import (
-    BatchBuilder,
-    BatchPolicy,
-    PrefillShareOptions,
-    least_useful_s,
-)
+from sluice.scheduling.batching.base import BatchPolicy, PrefillShareOptions, least_useful_s
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import COMPUTED, TPOT, by_deadline, deadlines_s, is_prefill
@@ -45,27 +41,22 @@ class FairBatching(BatchPolicy):
     source = "FairBatching §3.2, §3.3, Algorithm 1"
     local_order = DEADLINE
     Options = FairBatchingOptions
-
-    def __init__(self, options: FairBatchingOptions | None = None) -> None:
-        options = options or FairBatchingOptions()
-        super().__init__(options)
-        self._anchor = options.anchor
-        self._share = options.prefill_share
+    options: FairBatchingOptions
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Fill the time budget group by group."""
-        table = queue.table
-        due_s = deadlines_s(table, self._anchor.code)
+        table, share = queue.table, self.options.prefill_share
+        due_s = deadlines_s(table, self.options.anchor.code)
         prefill = is_prefill(table)
         decodes = by_deadline(np.flatnonzero(~prefill), due_s)
         prefills = by_deadline(np.flatnonzero(prefill), due_s)
 
         tpot_s = table[decodes, TPOT]
         useful_s = 0.0
-        if self._share:
-            useful_s = least_useful_s(latency.fixed_s, latency, share=self._share)
+        if share:
+            useful_s = least_useful_s(latency.fixed_s, latency, share=share)
         paced = np.flatnonzero((tpot_s >= useful_s) & (tpot_s < inf))
         budget_s = least_tpot_s = inf
         if len(paced):
@@ -75,9 +66,9 @@ class FairBatching(BatchPolicy):
         urgent = int(np.searchsorted(due_s[decodes], now_s + budget_s + least_tpot_s))
         batch.take(decodes[:urgent])
         due = int(np.searchsorted(due_s[prefills], inf))
-        if urgent and due and self._share:
+        if urgent and due and share:
             deepest = int(table[prefills[:due], COMPUTED].max())
-            budget_s = max(budget_s, least_useful_s(batch.cost_s, latency, deepest, self._share))
+            budget_s = max(budget_s, least_useful_s(batch.cost_s, latency, deepest, share))
         rest = np.concatenate((prefills[:due], decodes[urgent:], prefills[due:]))
         batch.take(rest, budget_s)
         batch.ensure_progress(rest)

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.base import BatchPolicy
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
@@ -65,12 +66,10 @@ class SEDF(BatchPolicy):
     source = "FlowPrefill §5.2, Eq. 3, Algorithms 1 and 2"
     local_order = DEADLINE
     Options = SEDFOptions
+    options: SEDFOptions
 
     def __init__(self, options: SEDFOptions | None = None) -> None:
-        options = options or SEDFOptions()
         super().__init__(options)
-        self._chunk_tokens = options.chunk_tokens
-        self._batch_tokens = options.batch_tokens
         self._task = np.empty(0, np.int64)  # keys, the head first
         self._known = np.empty(0, np.int64)  # keys of the prefills decided on, ascending
 
@@ -93,9 +92,9 @@ class SEDF(BatchPolicy):
         batch.take(np.flatnonzero(~prefill))
         by_key = rows[np.argsort(queue.keys[rows])]
         task = by_key[np.searchsorted(known, self._task)]
-        if not batch.take(task, tokens=self._chunk_tokens) and len(rows):
+        if not batch.take(task, tokens=self.options.chunk_tokens) and len(rows):
             rest = self._ranked(queue.table, rows, now_s, latency)
-            batch.take(rest, tokens=self._chunk_tokens)
+            batch.take(rest, tokens=self.options.chunk_tokens)
 
     def _first(self, due_s: Floats, now_s: float, ttft_s: Floats) -> NDArray[np.bool_]:
         """Which prefills rank first, by deadline: where the numerator of Eq. 3 is positive."""
@@ -112,8 +111,8 @@ class SEDF(BatchPolicy):
 
     def _alone_s(self, table: Floats, latency: LatencyModel) -> Floats:
         """Predicted TTFT of every row from now on, with its chunks running alone."""
-        chunks = np.ceil(table[:, PENDING] / self._chunk_tokens)
-        whole = chunked_work_s(table, latency.pieces, self._chunk_tokens)
+        chunks = np.ceil(table[:, PENDING] / self.options.chunk_tokens)
+        whole = chunked_work_s(table, latency.pieces, self.options.chunk_tokens)
         alone: Floats = (whole + chunks * latency.pieces[:, FIXED, None]).max(axis=0)
         return alone
 
@@ -125,10 +124,10 @@ class SEDF(BatchPolicy):
         joined: Ints = order[
             join(
                 table[order, PENDING],
-                chunked_work_s(table[order], latency.pieces, self._chunk_tokens),
+                chunked_work_s(table[order], latency.pieces, self.options.chunk_tokens),
                 latency.pieces[:, FIXED].copy(),
-                self._chunk_tokens,
-                self._batch_tokens,
+                self.options.chunk_tokens,
+                self.options.batch_tokens,
                 left_s,
             )
         ]

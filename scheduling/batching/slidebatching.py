@@ -9,12 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from sluice.scheduling.batching.base import (
-    BatchBuilder,
-    BatchPolicy,
-    PrefillShareOptions,
-    least_useful_s,
-)
+from sluice.scheduling.batching.base import BatchPolicy, PrefillShareOptions, least_useful_s
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import (
@@ -33,9 +29,6 @@ from sluice.scheduling.request.kernels import (
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.roles import Role
-
-LEAST_WORK_S = 1e-12
-"""Work counts as at least this much, seconds: by some models it takes no time."""
 
 
 class SlideBatchingOptions(PrefillShareOptions):
@@ -127,41 +120,30 @@ class SlideBatching(BatchPolicy):
     source = "ProServe §4.2, Algorithm 1, Eq. 8 and 9; §5.4 for its ablation"
     local_order = SLIDE
     Options = SlideBatchingOptions
-
-    def __init__(self, options: SlideBatchingOptions | None = None) -> None:
-        options = (options or SlideBatchingOptions()).for_role("mixed")
-        super().__init__(options)
-        self._boundary = options.boundary
-        self._order = options.order
-        self._latency_aware = options.latency_aware
-        self._share = options.prefill_share
-        self._gamma = options.gamma
-        self._eta_s = options.eta_s
-        self._anchor = options.anchor
-        self._count_late = options.late == "include"
-        self._first_weight = options.first_weight
+    options: SlideBatchingOptions
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Rank the queue, then fill the time budget."""
-        table = queue.table
+        table, options = queue.table, self.options
         due_s, work_s, budget_s, order, urgent = self.partition(table, now_s, latency)
         prefill = is_prefill(table)
         ranked, unbound = order[: len(urgent)], order[len(urgent) :]
         unbound = unbound[np.argsort(prefill[unbound], kind="stable")]
-        weight = np.where(table[:, EMITTED] == 0, self._first_weight, 1.0) * table[:, PRIORITY]
-        density = weight / np.maximum(work_s, LEAST_WORK_S)
+        weight = np.where(table[:, EMITTED] == 0, options.first_weight, 1.0) * table[:, PRIORITY]
+        # By some models work takes no time.
+        density = weight / np.maximum(work_s, 1e-12)
         dense = ranked[urgent]
         dense = dense[np.argsort(-density[dense], kind="stable")]
 
-        if budget_s < inf and self._share:
+        if budget_s < inf and options.prefill_share:
             soon = dense[due_s[dense] - now_s < 2 * budget_s]
             taken_s = float(work_s[soon[~prefill[soon]]].sum())
             depths = table[dense[prefill[dense]], COMPUTED]
             if taken_s > 0 and len(depths):
                 taken_s += latency.fixed_s
-                least_s = least_useful_s(taken_s, latency, int(depths.max()), self._share)
+                least_s = least_useful_s(taken_s, latency, int(depths.max()), options.prefill_share)
                 budget_s = max(budget_s, least_s)
         rows = np.concatenate((dense, ranked[~urgent], unbound))
         batch.take(rows, budget_s)
@@ -169,16 +151,16 @@ class SlideBatching(BatchPolicy):
 
     def partition(self, table: Floats, now_s: float, latency: LatencyModel) -> Partition:
         """Which requests of a queue, ``float64[n, FIELDS]``, are urgent."""
-        due_s = deadlines_s(table, self._anchor.code)
+        due_s = deadlines_s(table, self.options.anchor.code)
         # Without the estimator a token counts as one second: only the density uses it.
         work_s = table[:, PENDING]
-        if self._latency_aware:
+        if self.options.latency_aware:
             work_s = pending_work_s(table, latency.pieces)
         order = by_deadline(np.arange(len(table)), due_s)
         ranked = order[: np.searchsorted(due_s[order], inf)]
         remain_s = due_s[ranked] - now_s
         budget_s = inf
-        if self._latency_aware:
+        if self.options.latency_aware:
             budget_s = self._budget_s(table, remain_s, work_s[ranked], latency)
         urgent = self._urgent(remain_s, work_s[ranked], budget_s, latency)
         return Partition(due_s, work_s, budget_s, order, urgent)
@@ -190,32 +172,35 @@ class SlideBatching(BatchPolicy):
         if not len(remain_s):
             return inf
         fixed_s = latency.fixed_s
-        eta_s = self._eta_s if self._eta_s > fixed_s else 2 * fixed_s
+        options, eta_s = self.options, self.options.eta_s
+        if eta_s <= fixed_s:
+            eta_s = 2 * fixed_s
         tpot_s = table[:, TPOT]
-        paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency, share=self._share)]
+        paced = tpot_s[tpot_s >= least_useful_s(fixed_s, latency, share=options.prefill_share)]
         # With a share of 0 and a model with free decodes, a paced TPOT can equal the fixed time.
         paced = paced[paced > fixed_s]
         if len(paced):
             eta_s = min(eta_s, float(paced.min()))
-        counts = remain_s if self._count_late else remain_s[remain_s >= fixed_s + work_s]
+        include = options.late == "include"
+        counts = remain_s if include else remain_s[remain_s >= fixed_s + work_s]
         # If every deadline is already missed, none of them sets the budget.
         return max(float(counts[0]), eta_s) if len(counts) else eta_s
 
     def _urgent(
         self, remain_s: Floats, work_s: Floats, budget_s: float, latency: LatencyModel
     ) -> NDArray[np.bool_]:
-        if self._order != "slide":
-            return np.full(len(remain_s), self._order == "density")
+        if self.options.order != "slide":
+            return np.full(len(remain_s), self.options.order == "density")
         queued_s = np.cumsum(work_s)
-        if self._boundary != "phi_c" and len(queued_s):
+        if self.options.boundary != "phi_c" and len(queued_s):
             queued_s = queued_s[-1:]
-        if not self._latency_aware:
+        if not self.options.latency_aware:
             wait_s = np.zeros(1)
-        elif self._boundary == "phi_p":
+        elif self.options.boundary == "phi_p":
             wait_s = queued_s + len(remain_s) * latency.fixed_s
         elif budget_s < inf:
             wait_s = queued_s / (1.0 - latency.fixed_s / budget_s)
         else:
             wait_s = queued_s
-        urgent: NDArray[np.bool_] = remain_s < self._gamma * wait_s
+        urgent: NDArray[np.bool_] = remain_s < self.options.gamma * wait_s
         return urgent

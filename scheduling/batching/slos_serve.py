@@ -15,7 +15,8 @@ from sluice.scheduling.admission.slos_serve.selection import (
     Supply,
     admissible,
 )
-from sluice.scheduling.batching.base import BatchBudget, BatchBuilder, BatchPolicy, least_useful_s
+from sluice.scheduling.batching.base import BatchPolicy, least_useful_s
+from sluice.scheduling.batching.batch import BatchBudget, BatchBuilder
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
@@ -102,15 +103,13 @@ class SLOsServe(BatchPolicy):
     source = "SLOs-Serve §3.2, §4.1, Algorithms 1 and 2, appendix C"
     local_order = SLIDE
     Options = SLOsServeOptions
+    options: SLOsServeOptions
 
     _budget: BatchBudget
 
     def __init__(self, options: SLOsServeOptions | None = None) -> None:
-        options = options or SLOsServeOptions()
         super().__init__(options)
-        self._anchor = options.anchor
-        self._within = 1.0 - options.margin
-        self._expected = options.expected_tokens
+        self._within = 1.0 - self.options.margin
         self._keys: Ints = np.empty(0, dtype=np.int64)
         self._objectives: Floats = np.empty((0, PRIORITY - TTFT))
         self._promised: Mask = np.empty(0, dtype=np.bool_)
@@ -127,7 +126,7 @@ class SLOsServe(BatchPolicy):
         """Due promised decodes, promised prefills, other promised decodes, best effort."""
         self._budget = batch.budget
         table, length = self._paced(queue.table)
-        due_s = deadlines_s(table, self._anchor.code)
+        due_s = deadlines_s(table, self.options.anchor.code)
         there = self._budget.kv_blocks + float(table[:, KV_BLOCKS].sum())
         claims = expected.claims(table, length, float(self._budget.block_tokens), there)
         self._promise(queue, table, due_s - now_s, claims, latency)
@@ -176,7 +175,7 @@ class SLOsServe(BatchPolicy):
         """The rows, with end-to-end objectives as TTFT and TPOT, and their expected lengths."""
         # Whole tokens, as reports have them.
         length = np.floor(table[:, EXPECTED])
-        length = np.where(length >= 1.0, length, self._expected)
+        length = np.where(length >= 1.0, length, self.options.expected_tokens)
         if np.isfinite(table[:, E2E]).any():
             table = table.copy()
             expected.pace_rows(table, length)
@@ -296,7 +295,7 @@ class SLOsServe(BatchPolicy):
             longest_s / self._within,
             self._room(claims),
             self._budget.sequences - int((running | promised).sum()),
-            self._anchor,
+            self.options.anchor,
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from sluice.scheduling.batching.base import BatchBuilder, BatchPolicy
+from sluice.scheduling.batching.base import BatchPolicy
+from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import ARRIVAL, DEADLINE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
@@ -38,19 +39,14 @@ class EDF(BatchPolicy):
     source = "earliest deadline first, as in ProServe §3.2 and FlowPrefill §6.1 (DistServe-CP)"
     local_order = DEADLINE
     Options = EDFOptions
-
-    def __init__(self, options: EDFOptions | None = None) -> None:
-        options = options or EDFOptions()
-        super().__init__(options)
-        self._token_budget = options.token_budget
-        self._anchor = options.anchor
+    options: EDFOptions
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Fill up to the token budget by deadline."""
-        due_s = deadlines_s(queue.table, self._anchor.code)
-        batch.take(by_deadline(np.arange(len(due_s)), due_s), tokens=self._token_budget)
+        due_s = deadlines_s(queue.table, self.options.anchor.code)
+        batch.take(by_deadline(np.arange(len(due_s)), due_s), tokens=self.options.token_budget)
 
 
 class FCFS(BatchPolicy):
@@ -90,11 +86,7 @@ class Sarathi(BatchPolicy):
     source = "Sarathi-Serve (OSDI 2024), Algorithm 3; FairBatching §2.3"
     local_order = ARRIVAL
     Options = SarathiOptions
-
-    def __init__(self, options: SarathiOptions | None = None) -> None:
-        options = options or SarathiOptions()
-        super().__init__(options)
-        self._token_budget = options.token_budget
+    options: SarathiOptions
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
@@ -104,4 +96,4 @@ class Sarathi(BatchPolicy):
         prefill = is_prefill(queue.table)
         groups = (running & ~prefill, running & prefill, ~running)
         order = np.concatenate([np.flatnonzero(group) for group in groups])
-        batch.take(order, tokens=self._token_budget)
+        batch.take(order, tokens=self.options.token_budget)

@@ -8,7 +8,7 @@ from math import nan
 from typing import Any
 
 from sluice.scheduling.batching import make_policy
-from sluice.scheduling.batching.base import BatchBudget
+from sluice.scheduling.batching.batch import BatchBudget
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView

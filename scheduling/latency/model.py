@@ -365,8 +365,6 @@ class LatencyModel(ABC):
             raise ValueError(f"latency coefficients must be finite and >= 0, got {coefficients}")
         if not any(coefficients):
             raise ValueError("a latency model needs at least one coefficient above 0")
-        check_factors(self.correction, self.headroom)
-        check_factors(self.fixed_correction, self.headroom)
         bare: Floats = np.array(self._rows(), dtype=np.float64)
         object.__setattr__(self, "_bare", bare)
         self._scale(self.correction, self.fixed_correction, self.headroom, self.spread)
@@ -379,9 +377,9 @@ class LatencyModel(ABC):
         return f"{type(self).__name__}({shown})"
 
     @property
-    @abstractmethod
     def coefficients(self) -> tuple[float, ...]:
         """The family's coefficients in the order of ``names``, without the factors."""
+        return tuple([getattr(self, name) for name in self.names])
 
     @abstractmethod
     def _rows(self) -> Sequence[Sequence[float]]:
@@ -432,9 +430,6 @@ class LatencyModel(ABC):
     def _scaled(
         self, correction: float, fixed_correction: float, headroom: float, spread: float
     ) -> Self:
-        if not (0 < correction < inf and 0 < fixed_correction < inf and 1 <= headroom < inf):
-            check_factors(correction, headroom)
-            check_factors(fixed_correction, headroom)
         model = object.__new__(type(self))
         # What the constructor would do, without checking the coefficients again.
         model.__dict__.update(self.__dict__)
@@ -445,6 +440,13 @@ class LatencyModel(ABC):
         self, correction: float, fixed_correction: float, headroom: float, spread: float
     ) -> None:
         """Set the factors, and what follows from them."""
+        if not (0 < correction < inf and 0 < fixed_correction < inf):
+            raise ValueError(
+                f"correction must be positive and finite, got {correction}, and "
+                f"{fixed_correction} for the fixed part"
+            )
+        if not 1 <= headroom < inf:
+            raise ValueError(f"headroom must be finite and >= 1, got {headroom}")
         pieces: Floats = self._bare * (correction * headroom)
         if fixed_correction != correction:
             pieces[:, kernels.FIXED] = self._bare[:, kernels.FIXED] * (fixed_correction * headroom)
@@ -456,14 +458,6 @@ class LatencyModel(ABC):
             pieces=pieces,
             fixed_s=float(pieces[:, kernels.FIXED].max()),
         )
-
-
-def check_factors(correction: float, headroom: float) -> None:
-    """Raise ``ValueError`` unless both are possible factors of a prediction."""
-    if not 0 < correction < inf:
-        raise ValueError(f"correction must be positive and finite, got {correction}")
-    if not 1 <= headroom < inf:
-        raise ValueError(f"headroom must be finite and >= 1, got {headroom}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -479,11 +473,6 @@ class LinearLatency(LatencyModel):
     b: float
     c: float = 0.0
     d: float = 0.0
-
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """``a, b, c, d``."""
-        return (self.a, self.b, self.c, self.d)
 
     def _rows(self) -> Sequence[Sequence[float]]:
         a, b, c, d = self.coefficients
@@ -505,11 +494,6 @@ class PrefillDecodeLatency(LatencyModel):
     a_d: float
     b_d: float
     t_c: float
-
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """``a_p, b_p, c_p, a_d, b_d, t_c``."""
-        return (self.a_p, self.b_p, self.c_p, self.a_d, self.b_d, self.t_c)
 
     def _rows(self) -> Sequence[Sequence[float]]:
         return [(self.t_c, self.c_p, self.a_p, self.b_p, 0.0, 0.0, self.b_d, self.a_d)]
@@ -537,11 +521,6 @@ class RooflineLatency(LatencyModel):
     def lines(self) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
         """``k1, k2, b`` of both lines."""
         return ((self.k1, self.k2, self.b), (self.k1_other, self.k2_other, self.b_other))
-
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """The first line, the second one, and the draft steps."""
-        return (*self.lines[0], *self.lines[1], self.spec_steps)
 
     def _rows(self) -> Sequence[Sequence[float]]:
         return [

@@ -49,6 +49,8 @@ STEPS = 40
 
 _RATIO = LEAST_CHANCE ** (1.0 / (STEPS - 1))
 
+Mask = NDArray[np.bool_]
+
 
 class Decodes(NamedTuple):
     """Running decodes, one entry of each array per decode.
@@ -58,6 +60,7 @@ class Decodes(NamedTuple):
         credit_s: longer batch for each drafted token expected to be accepted; in the paper the
             TPOT.
         alpha: probability that a drafted token is accepted if those before it are.
+        most: longest length: one more than it has drafts.
         binds: whether the batch must be short enough for its TPOT."""
 
     left_s: Floats
@@ -66,7 +69,11 @@ class Decodes(NamedTuple):
     alpha: Floats
     context: Floats
     most: Ints
-    binds: NDArray[np.bool_]
+    binds: Mask
+
+    def of(self, places: Ints) -> Decodes:
+        """Those at ``places``, in that order."""
+        return Decodes._make(column[places] for column in self)
 
 
 @compiled
@@ -76,21 +83,14 @@ def accepted_tokens(length: float, alpha: float) -> float:
 
 
 @compiled
-def _longest(alpha: float, drafted: float) -> int:
-    """The longest length that may be worth it."""
-    length, chance = 1, alpha
-    while length < MOST_LENGTH and length <= drafted and chance >= LEAST_CHANCE:
-        length += 1
-        chance *= alpha
-    return length
-
-
-@compiled
-def longest_lengths(alpha: Floats, drafted: Floats) -> Ints:
-    """Per decode, the longest length that may be worth it: what is drafted, and likely enough."""
-    most = np.empty(alpha.shape[0], np.int64)
+def longest_lengths(alpha: Floats, drafted: Ints) -> Ints:
+    """Per decode, the longest length that may be worth it: at most ``drafted``, likely enough."""
+    most = np.ones(alpha.shape[0], np.int64)
     for row in range(alpha.shape[0]):
-        most[row] = _longest(alpha[row], drafted[row])
+        chance = alpha[row]
+        while most[row] < min(MOST_LENGTH, drafted[row]) and chance >= LEAST_CHANCE:
+            most[row] += 1
+            chance *= alpha[row]
     return most
 
 
@@ -270,8 +270,6 @@ def for_decodes(pieces: Floats, decodes: Decodes, draft_s: float) -> tuple[float
     return best, chosen
 
 
-Mask = NDArray[np.bool_]
-
 PRIOR_ACCEPTANCE = 0.5
 """Taken for the acceptance of which nothing is known, so that something gets known."""
 
@@ -373,8 +371,7 @@ class Lengths(NamedTuple):
 class Speculation(ABC):
     """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes."""
 
-    def __init__(self, credit: float = CREDIT) -> None:
-        self.credit = credit
+    def __init__(self) -> None:
         self._paces = RecentPaces()
 
     def choose(
@@ -409,11 +406,12 @@ class Speculation(ABC):
             tpot_s[:] = inf
         else:
             tpot_s[~held[rows] | (decodes[:, BEST_EFFORT] > 0)] = inf
-        # Copied, as compiled loops know one layout.
-        drafted, context = decodes[:, DRAFTED].copy(), decodes[:, COMPUTED].copy()
         # A late request gets no time credit for tokens that are only expected.
-        credit_s = np.where(behind_s > 0, 0.0, self.credit * pace_s)
-        work = _Decodes(alpha, drafted, context, left_s, tpot_s, credit_s)
+        credit_s = np.where(behind_s > 0, 0.0, CREDIT * pace_s)
+        # Copied, as compiled loops know one layout.
+        context, most = decodes[:, COMPUTED].copy(), 1 + decodes[:, DRAFTED].astype(np.int64)
+        none = np.zeros(len(rows), np.bool_)
+        work = Decodes(left_s, tpot_s, credit_s, alpha, context, most, none)
         lengths = np.ones(len(rows), np.int64)
         apart, waits = table[:, BEST_EFFORT] > 0, False
         # Guaranteed requests choose first, as if alone; best effort gets the remaining tokens.
@@ -435,28 +433,13 @@ class Speculation(ABC):
     @abstractmethod
     def _lengths(
         self,
-        decodes: _Decodes,
+        decodes: Decodes,
         waits: bool,
         latency: LatencyModel,
         draft_s: float,
         useful_s: float,
     ) -> Ints:
         """Tokens of each decode, at least 1; ``waits``: whether prefill does."""
-
-
-class _Decodes(NamedTuple):
-    """Running decodes, one entry for each."""
-
-    alpha: Floats
-    drafted: Floats
-    context: Floats
-    left_s: Floats
-    tpot_s: Floats
-    credit_s: Floats
-
-    def of(self, places: Ints) -> _Decodes:
-        """Those at ``places``, in that order."""
-        return _Decodes(*(column[places] for column in self))
 
 
 class AdaptiveLengths(Speculation):
@@ -466,13 +449,13 @@ class AdaptiveLengths(Speculation):
 
     def _lengths(
         self,
-        decodes: _Decodes,
+        decodes: Decodes,
         waits: bool,
         latency: LatencyModel,
         draft_s: float,
         useful_s: float,
     ) -> Ints:
-        alpha, drafted, context, left_s, tpot_s, credit_s = decodes
+        left_s, tpot_s, credit_s, alpha, context, drafted, _ = decodes
         pieces = latency.pieces
         most = longest_lengths(alpha, drafted)
         stated = (tpot_s >= useful_s) & (tpot_s < inf)
@@ -502,13 +485,13 @@ class AllDrafts(Speculation):
 
     def _lengths(
         self,
-        decodes: _Decodes,
+        decodes: Decodes,
         waits: bool,
         latency: LatencyModel,
         draft_s: float,
         useful_s: float,
     ) -> Ints:
-        return 1 + decodes.drafted.astype(np.int64)
+        return decodes.most
 
 
 class RecentPaces:

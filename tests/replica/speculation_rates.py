@@ -172,7 +172,7 @@ class FixedLengths(Speculation):
         self._most = most
 
     def _lengths(self, decodes: Any, *others: Any) -> Ints:
-        lengths: Ints = 1 + np.minimum(decodes.drafted, self._most).astype(np.int64)
+        lengths: Ints = np.minimum(decodes.most, 1 + self._most)
         return lengths
 
 

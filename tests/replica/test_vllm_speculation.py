@@ -62,7 +62,7 @@ class RandomLengths(Speculation):
         self._chance = random.Random(1)
 
     def _lengths(self, decodes, *others):
-        return np.array([1 + self._chance.randint(0, int(most)) for most in decodes.drafted])
+        return np.array([self._chance.randint(1, most) for most in decodes.most.tolist()])
 
 
 class RecordedLengths(AdaptiveLengths):

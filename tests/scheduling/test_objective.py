@@ -1,5 +1,6 @@
 """Deadlines with both anchors, the token gain, and attainment."""
 
+import pickle
 from itertools import accumulate
 from math import inf, nan
 
@@ -52,33 +53,20 @@ def test_deadlines_where_an_objective_is_missing() -> None:
     assert SLO(ttft_s=1, tpot_s=1, e2e_s=2).deadline_s(9, 10.0, 10.5) == 12.0, "end to end caps"
 
 
-@given(slo=slos, arrival_s=times, first_after_s=st.floats(0, 10), token=st.integers(1, 500))
-def test_later_tokens_are_never_due_earlier(
-    slo: SLO, arrival_s: float, first_after_s: float, token: int
+@given(slo=slos, arrival_s=times, after_s=st.floats(0, 10), token=st.integers(1, 500))
+def test_deadlines_ascend_and_the_envelope_is_loose_and_fixed(
+    slo: SLO, arrival_s: float, after_s: float, token: int
 ) -> None:
-    first_s = arrival_s + first_after_s
+    first_s = arrival_s + after_s
     for anchor in Anchor:
         # The first token's own deadline does not know when it came, so start from the second.
         due_s = [slo.deadline_s(i, arrival_s, first_s, anchor) for i in (token + 1, token + 2)]
         assert due_s[0] <= due_s[1]
-
-
-@given(slo=slos, arrival_s=times, first_after_s=st.floats(0, 10), token=st.integers(1, 500))
-def test_the_first_token_anchor_is_the_stricter_one(
-    slo: SLO, arrival_s: float, first_after_s: float, token: int
-) -> None:
-    first_s = arrival_s + first_after_s
     strict = slo.deadline_s(token, arrival_s, first_s, Anchor.FIRST_TOKEN)
     assert strict <= slo.deadline_s(token, arrival_s, first_s, Anchor.ENVELOPE)
-
-
-@given(slo=slos, arrival_s=times, early=st.floats(0, 5), token=st.integers(1, 500))
-def test_the_envelope_does_not_depend_on_progress_where_a_ttft_is_stated(
-    slo: SLO, arrival_s: float, early: float, token: int
-) -> None:
     stated = SLO(ttft_s=1.0, tpot_s=slo.tpot_s, e2e_s=slo.e2e_s)
-    due_s = {stated.deadline_s(token, arrival_s, arrival_s + t) for t in (early, early + 1)}
-    assert len(due_s) == 1
+    due_s = [stated.deadline_s(token, arrival_s, first_s + later_s) for later_s in (0, 1)]
+    assert due_s[0] == due_s[1], "with a TTFT it does not depend on progress"
 
 
 @pytest.mark.parametrize("value", [0, -1, inf, nan])
@@ -304,7 +292,7 @@ def test_the_meter_agrees_with_the_definition(
 
 @given(chunks=groups)
 def test_the_meter_keeps_a_bounded_number_of_times(chunks: list[tuple[float, int]]) -> None:
-    assert len(of_groups(chunks, WINDOW)._ends) <= WINDOW_TOKENS + 1
+    assert len(pickle.dumps(of_groups(chunks * 20, WINDOW))) < 700
 
 
 @given(gaps_s=gaps)
@@ -321,12 +309,6 @@ def test_what_holds_between_the_anchors(gaps_s: list[float]) -> None:
     assert mean <= window * tiles / len(gaps_s) + 1e-9
     if len(gaps_s) <= WINDOW_TOKENS:
         assert window == mean
-
-
-def test_neither_a_window_nor_the_running_maximum_bounds_the_other() -> None:
-    early, late = times_of([0.2] + [0.01] * 30), times_of([0.01] * 30 + [0.2])
-    assert of_times(early, WINDOW) < of_times(early, RUNNING_MAX)
-    assert of_times(late, WINDOW) > of_times(late, RUNNING_MAX)
 
 
 @given(share=st.lists(st.floats(0, 1), min_size=1, max_size=40), ttft_s=st.floats(0.1, 2.0))
