@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import log2, nan
 
 import pytest
@@ -90,21 +92,6 @@ def test_steps_away_from_the_start_double() -> None:
     assert down.asked == [16, 14, 10, 2, 6, 4, 3]
 
 
-def test_exactly_the_target_is_enough() -> None:
-    assert search(Counter({1: 0.9, 2: 0.95}, 1.0), 0.95, 4, 8).replicas == 2
-
-
-@pytest.mark.parametrize("target", [0.0, -0.1, 1.01, nan])
-def test_a_target_is_a_share(target: float) -> None:
-    with pytest.raises(ValueError, match="target must be above 0 and at most 1"):
-        search(lambda replicas: 1.0, target, 1, 8)
-
-
-def test_at_least_one_replica_may_be_tried() -> None:
-    with pytest.raises(ValueError, match="most must be at least 1, got 0"):
-        search(lambda replicas: 1.0, 0.9, 1, 0)
-
-
 def test_the_search_starts_at_the_engines_that_the_work_fills() -> None:
     # Each request is a prompt of 0.05 s and one decode of 50 us more; ten of them in 0.2 s.
     even = workload(*((0.2 * index / 9, 1_000, 2) for index in range(10)))
@@ -131,9 +118,23 @@ def test_pools_are_what_the_mean_request_takes_of_each_phase() -> None:
         pool_demand(Workload("none", ()), SERVICE, config)
 
 
-def test_a_pace_that_steps_cannot_keep_still_gives_a_start() -> None:
-    fast = workload((0.0, 1_000, 100), slo=SLO(tpot_s=0.01))
-    assert pool_demand(fast, SERVICE, EngineConfig()).decode > 0
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        *(
+            (partial(search, float, bad, 1, 8), "target must be above 0")
+            for bad in (0.0, 1.01, nan)
+        ),
+        (partial(search, float, 0.9, 1, 0), "most must be at least 1, got 0"),
+        (
+            partial(search_pools, sum, 0.9, PoolDemand(1.0, 1.0), 2, 1),
+            "at least 2, one replica of each role, got 1",
+        ),
+    ],
+)
+def test_impossible_searches_are_refused(run: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        run()
 
 
 @given(
@@ -170,11 +171,6 @@ def test_of_pools_of_one_size_the_best_is_taken() -> None:
 
     demand = PoolDemand(1.0, 1.0)
     assert search_pools(attainment, 0.95, demand, 2, 20).pools == (4, 2)
-
-
-def test_pools_need_two_replicas() -> None:
-    with pytest.raises(ValueError, match="at least 2, one replica of each role, got 1"):
-        search_pools(lambda pools: 1.0, 0.9, PoolDemand(1.0, 1.0), 2, 1)
 
 
 def test_requests_at_a_steady_pace_need_as_many_replicas_as_they_last() -> None:

@@ -361,21 +361,6 @@ def test_what_nobody_can_promise_waits_if_its_class_says_so() -> None:
     assert queueing.requests.failures.keys() != rejecting.requests.failures.keys()
 
 
-def test_each_replica_is_what_its_node_says() -> None:
-    # One request for each of three replicas, a step for the prompt and two for the rest.
-    load = workload(*((0.0, 1_000, 3) for _ in range(3)))
-    fast = Node(Truth(LinearLatency(a=0.001, b=1e-5), 0), Belief(MODEL), EngineConfig(kv_blocks=70))
-    cluster = ClusterConfig(replicas=3, dispatch_s=0)
-    result = clustered(load, cluster, router="round_robin", nodes=[fast])
-    first_s = result.requests.emitted_s[::3]
-    assert first_s[0] == pytest.approx(0.001 + 1e-5 * 1_000)
-    alone = simulate(workload((0.0, 1_000, 3)), make_policy("fcfs"), EXACT)
-    assert first_s[1] == first_s[2] == alone.requests.emitted_s[0]
-    long = workload((0.0, 1_200, 3), (0.0, 1_200, 3))
-    small = clustered(long, cluster, router="round_robin", nodes=[fast])
-    assert small.requests.failures == {0: TOO_LONG}, "70 blocks hold 1,120 tokens"
-
-
 def test_replicas_of_two_speeds_under_one_name_get_what_they_can_do_in_time() -> None:
     """A prompt takes 19 ms on the fast one and 114 ms on the slow one, and 33 arrive each second:
     with equal shares the slow one gets more than it can do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -45,54 +46,56 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_azure_2023(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, AZURE_2023))
-    assert [a[:3] for a in workload.arrivals] == [
-        (0, 4808, 10),
-        (pytest.approx(0.5, abs=1e-6), 110, 27),
-        (pytest.approx(60, abs=1e-6), 7433, 14),
+class Read(NamedTuple):
+    """What a trace says: times, lengths, tasks and hashes of its requests, and its blocks."""
+
+    text: str
+    requests: list[tuple[float, int, int, str, tuple[int, ...]]]
+    block_tokens: int = 512
+    description: str = "Azure LLM inference trace, trace.data, "
+
+
+FORMATS = {
+    "azure 2023": Read(
+        AZURE_2023,
+        [(0, 4808, 10, "", ()), (0.5, 110, 27, "", ()), (60, 7433, 14, "", ())],
+        description="Azure LLM inference trace, trace.data, 3 requests.",
+    ),
+    "azure 2024": Read(AZURE_2024, [(0, 2162, 5, "", ()), (0.99007, 2399, 6, "", ())]),
+    "burstgpt": Read(
+        BURSTGPT,
+        [(0, 472, 18, "Conversation log", ()), (113, 417, 276, "API log", ())],
+        description="left out 1 without prompt or output",
+    ),
+    "burstgpt 3": Read(BURSTGPT_3, [(0, 472, 18, "Conversation log", ())], description="BurstGPT"),
+    "mooncake": Read(
+        MOONCAKE,
+        [(0, 1030, 5, "", (0, 1, 2)), (3.001, 900, 7, "", (0, 3))],
+        description="Mooncake trace",
+    ),
+    "qwen": Read(
+        QWEN,
+        [(0, 33, 132, "text", (1089, 1090, 13148)), (0.75, 50, 9, "search", (1089, 1090, 2, 3))],
+        block_tokens=16,
+        description="Qwen-Bailian trace",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_read_for_what_it_says(tmp_path: Path, name: str) -> None:
+    expected, workload = FORMATS[name], load(written(tmp_path, FORMATS[name].text))
+    found = [
+        (a.arrival_s, a.prompt_tokens, a.output_tokens, a.task, a.block_hashes)
+        for a in workload.arrivals
     ]
-    assert workload.name == "trace"
-    assert workload.scaling == "as recorded"
-    assert workload.description == "Azure LLM inference trace, trace.data, 3 requests."
+    assert [each[1:] for each in found] == [each[1:] for each in expected.requests]
+    times_s = [each[0] for each in expected.requests]
+    assert [each[0] for each in found] == pytest.approx(times_s, abs=1e-6)
+    assert workload.block_tokens == expected.block_tokens
+    assert expected.description in workload.description
+    assert (workload.name, workload.scaling) == ("trace", "as recorded")
     assert {arrival.slo for arrival in workload.arrivals} == {SLO()}
-
-
-def test_azure_2024_names_its_offset(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, AZURE_2024))
-    assert workload.duration_s == pytest.approx(0.99007, abs=1e-6)
-
-
-def test_burstgpt_leaves_failed_calls_out_and_says_so(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, BURSTGPT))
-    assert [(a.arrival_s, a.prompt_tokens, a.output_tokens, a.task) for a in workload.arrivals] == [
-        (0, 472, 18, "Conversation log"),
-        (113, 417, 276, "API log"),
-    ]
-    assert "left out 1 without prompt or output" in workload.description
-
-
-def test_burstgpt_with_further_columns(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, BURSTGPT_3))
-    assert [a[:3] for a in workload.arrivals] == [(0, 472, 18)]
-
-
-def test_mooncake_has_milliseconds_and_blocks_of_512(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, MOONCAKE))
-    assert [(a.arrival_s, a.block_hashes) for a in workload.arrivals] == [
-        (0, (0, 1, 2)),
-        (3.001, (0, 3)),
-    ]
-    assert workload.block_tokens == 512
-
-
-def test_qwen_has_seconds_tasks_and_blocks_of_16(tmp_path: Path) -> None:
-    workload = load(written(tmp_path, QWEN))
-    assert [(a.arrival_s, a.task, a.block_hashes) for a in workload.arrivals] == [
-        (0, "text", (1089, 1090, 13148)),
-        (0.75, "search", (1089, 1090, 2, 3)),
-    ]
-    assert workload.block_tokens == 16
 
 
 def test_the_objective_is_the_callers(tmp_path: Path) -> None:
