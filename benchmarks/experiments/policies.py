@@ -184,31 +184,13 @@ class SarathiPriority(Sarathi):
         batch.take(order, tokens=self.options.token_budget)
 
 
-class SJFOptions(PolicyOptions):
-    """Options of :class:`SJF`."""
-
-    token_budget: int = Field(
-        default=512,
-        ge=1,
-        le=1_048_576,
-        description="Maximum number of new tokens in a batch. ProServe varies it from 250 to "
-        "2,500.",
-    )
-
-
-class SJF(BatchPolicy):
+class SJF(Sarathi):
     """Requests by predicted remaining work, prefill and decode (the sum of the two rankings of
     ProServe §6), up to a token budget. ``O(n log n)``."""
 
     name = "sjf"
     source = "shortest job first, as in ProServe §3.2"
     local_order = SHORTEST
-    Options = SJFOptions
-
-    def __init__(self, options: SJFOptions | None = None) -> None:
-        options = options or SJFOptions()
-        super().__init__(options)
-        self._token_budget = options.token_budget
 
     def fill(
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel

@@ -24,7 +24,6 @@ from rich.table import Table
 from sluice.benchmarks.experiments.grid import grouped
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import Json, LoadError
-from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.engine import chat_body
 from sluice.benchmarks.live.report import OWN, Meter, quantiles, table
 from sluice.benchmarks.live.systems import (
@@ -33,6 +32,7 @@ from sluice.benchmarks.live.systems import (
     Bench,
     Server,
     System,
+    campaign,
     served,
     simulated,
     sluice,

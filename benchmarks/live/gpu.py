@@ -15,11 +15,10 @@ from typing import Any, Final, NamedTuple
 import click
 
 from sluice.benchmarks.live.client import Json
-from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.gpu_parts import Given, engine_of
 from sluice.benchmarks.live.peers import CPU_ARGS, MODEL_TOKENS, engine_args
 from sluice.benchmarks.live.report import text
-from sluice.benchmarks.live.systems import SLUICE, VLLM_ENVIRONMENT, Bench, spawned, until
+from sluice.benchmarks.live.systems import SLUICE, VLLM_ENVIRONMENT, Bench, campaign, spawned, until
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option
 from sluice.benchmarks.report import Report, Table
 from sluice.deploy.commands.options import Exit, Failure

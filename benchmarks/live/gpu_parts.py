@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sluice.benchmarks.live.client import Json
-from sluice.benchmarks.live.drive import campaign
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.peers import SYSTEMS, Setting
 from sluice.benchmarks.live.report import quantiles
+from sluice.benchmarks.live.systems import campaign
 from sluice.protocol.requests import EngineRequest, ResponseHead
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.setup import survive_module_scan

@@ -19,20 +19,23 @@ import psutil
 from rich.table import Table
 
 from sluice.benchmarks.experiments.grid import grouped
-from sluice.benchmarks.live import drive, mix
+from sluice.benchmarks.live import mix
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import End, Json, LoadError
-from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, completions
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.report import CORES, Run, processes, single, summary, table
 from sluice.benchmarks.live.systems import (
     ENGINE,
+    IN_FLIGHT,
     VLLM_ENVIRONMENT,
     Bench,
     LeftOutError,
     Server,
     Start,
     System,
+    campaign,
+    capacity,
+    completions,
     engines,
     metrics,
     objectives,
@@ -441,7 +444,7 @@ class _Campaign:
         bodies = [make(MODEL, number, each) for number, each in enumerate(workload.arrivals)]
         options: Json = {"grace_s": GRACE_S, "body": lambda *at: bodies[at[1]], "exact": False}
         roots = system.processes
-        return drive.run(self.bench, system, labels, seconds, workload, roots, **options)
+        return live.run(self.bench, system, labels, seconds, workload, roots, **options)
 
 
 def tables(rows: Sequence[Json]) -> list[Table]:

@@ -21,7 +21,6 @@ from rich.table import Table
 from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
 from sluice.benchmarks.live import systems
 from sluice.benchmarks.live.client import End, Json, Outcome
-from sluice.benchmarks.live.drive import IN_FLIGHT, campaign, capacity, run
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.mix import Kind, Pattern, body_of
 from sluice.benchmarks.live.report import (
@@ -35,11 +34,15 @@ from sluice.benchmarks.live.report import (
     table,
 )
 from sluice.benchmarks.live.systems import (
+    IN_FLIGHT,
     Bench,
     LeftOutError,
     System,
+    campaign,
+    capacity,
     objectives,
     router,
+    run,
     sluice,
     until,
 )

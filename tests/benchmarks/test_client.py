@@ -1,5 +1,4 @@
-"""The client of the live benchmarks, against a server that ends answers in every way; and the
-figures of what it saw."""
+"""The client of the live benchmarks, against a server that ends answers in every way."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from sluice.benchmarks.live.client import (
     replay,
     simulated,
 )
-from sluice.benchmarks.live.report import Meter, of_class
+from sluice.benchmarks.live.report import Meter
 from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import ResponseWriter, parse_call
 from sluice.scheduling.request.objective import SLO
@@ -212,42 +211,13 @@ async def test_nobody_there_is_a_failure_and_not_silence() -> None:
     assert outcome.end is End.FAILED
 
 
-# The figures.
-
-
-def outcome(end: End = End.ANSWERED, ttft_s: float = 1.0, **fields: object) -> Outcome:
-    made = Outcome(SLO(ttft_s=2.0, tpot_s=0.1, service_class="interactive"), 10, 5, 0.0, 0.001)
-    made.end, made.ttft_s, made.tpot_s = end, ttft_s, 0.05
-    for name, value in fields.items():
-        setattr(made, name, value)
-    return made
-
-
-def test_a_refused_request_and_a_late_one_are_missed() -> None:
-    figures = of_class(
-        [outcome(), outcome(ttft_s=3.0), outcome(tpot_s=0.2), outcome(End.REFUSED, reason="full")]
-    )
-    assert figures["attained"] == 0.25
-    assert (figures["answered"], figures["refused"], figures["sent"]) == (3, 1, 4)
-    assert figures["kept"] is None
-
-
 def test_all_that_was_stated_counts() -> None:
     slo = SLO(ttft_s=2.0, tpot_s=0.1, e2e_s=3.0)
-    made = [outcome(slo=slo, ended_s=ended_s) for ended_s in (2.9, 3.1)]
+    made = [
+        Outcome(slo, 10, 5, 0.0, 0.0, End.ANSWERED, "", ended_s, ttft_s=1.0, tpot_s=0.05)
+        for ended_s in (2.9, 3.1)
+    ]
     assert [each.attained for each in made] == [True, False]
-
-
-def test_kept_counts_only_what_was_promised() -> None:
-    promised = {"admission": "guaranteed"}
-    figures = of_class(
-        [
-            outcome(**promised),
-            outcome(ttft_s=9.0, **promised),
-            outcome(ttft_s=9.0, admission="best-effort"),
-        ]
-    )
-    assert (figures["guaranteed"], figures["best_effort"], figures["kept"]) == (2, 1, 0.5)
 
 
 def test_the_meter_sees_what_this_process_does() -> None:
