@@ -40,8 +40,15 @@ from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.request.job import INVALID_QUERY, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
-from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
-from tests.controller.observed import ObservedController
+from tests.controller.fleet import (
+    Clock,
+    ObservedController,
+    decode_row,
+    delta,
+    hello,
+    query,
+    waiting_row,
+)
 
 CLOCK = Clock()
 """Stands still, so that what changes is changed by messages."""

@@ -16,7 +16,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES
-from tests.controller.observed import ObservedController
+from tests.controller.fleet import ObservedController
 from tests.own_ray import shared_ray
 
 DEFAULT = ControllerConfig().policy

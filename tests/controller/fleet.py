@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
 from math import inf, nan
+from typing import Any
 
 import numpy as np
 
-from sluice.protocol.messages import ReplicaDelta, ReplicaHello
+from sluice.controller.actor import Controller
+from sluice.controller.config import ControllerConfig
+from sluice.controller.observability.observer import Observer
+from sluice.protocol.messages import (
+    FirstTokenWait,
+    LateNotice,
+    MetricSample,
+    MetricsPush,
+    ReplicaDelta,
+    ReplicaHello,
+    RequestEnding,
+    SyncReply,
+)
+from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
 from sluice.scheduling.latency.model import LinearLatency
@@ -15,6 +31,57 @@ from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
+
+
+class ObservedController(Controller):
+    """Answers as the two actors together do."""
+
+    def __init__(
+        self, config: ControllerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(config, clock)
+        self.observer = Observer(self, config, clock)
+
+    async def push_metrics(
+        self,
+        push: MetricsPush,
+        endings: Sequence[RequestEnding] = (),
+        late: Sequence[LateNotice] = (),
+        waits: Sequence[FirstTokenWait] = (),
+    ) -> SyncReply:
+        """What a router sends once a second."""
+        reply = await self.sync(endings, late, waits)
+        await self.observer.push_metrics(push)
+        return reply
+
+    async def render_metrics(self) -> bytes:
+        return await self.observer.render_metrics()
+
+    async def load(self, role: Role | None = None) -> Load:
+        load = await self.observer.load(role)
+        assert load is not None
+        return load
+
+    async def snapshot(self) -> dict[str, Any]:
+        view = await self.observer.snapshot()
+        assert view is not None
+        return view
+
+    async def decisions(self, limit: int) -> list[dict[str, Any]]:
+        told = await self.observer.decisions(limit)
+        assert told is not None
+        return told
+
+
+_numbers = count(1)
+
+
+def newer_push(
+    source: str, samples: tuple[MetricSample, ...] = (), incarnation: int = 1
+) -> MetricsPush:
+    """The next push of an incarnation of ``source``."""
+    return MetricsPush(source, incarnation, next(_numbers), samples)
+
 
 PROFILE = LatencyProfile.of("test", LinearLatency(a=0.004, b=0.0001, c=0.000001))
 
@@ -34,55 +101,21 @@ class Clock:
 
 def waiting_row(key: int, pending: int, arrival_s: float = 0.0) -> np.ndarray:
     """A request that has computed nothing."""
-    return np.array(
-        (
-            key,
-            arrival_s,
-            1.0,
-            0.1,
-            inf,
-            1,
-            pending,
-            0,
-            pending,
-            0,
-            0,
-            WAITING,
-            0,
-            0,
-            nan,
-            nan,
-            0,
-            0,
-        ),
-        dtype=ROW,
-    )
+    row = np.zeros((), ROW)
+    row["key"], row["arrival_s"], row["phase"] = key, arrival_s, WAITING
+    row["ttft_s"], row["tpot_s"], row["e2e_s"], row["priority"] = 1.0, 0.1, inf, 1
+    row["prompt_tokens"] = row["pending_tokens"] = pending
+    row["first_token_s"] = row["last_token_s"] = nan
+    return row
 
 
 def decode_row(key: int, context: int, arrival_s: float = 0.0) -> np.ndarray:
     """A request with its first token out."""
-    return np.array(
-        (
-            key,
-            arrival_s,
-            1.0,
-            0.1,
-            inf,
-            1,
-            context,
-            context,
-            1,
-            1,
-            4,
-            RUNNING,
-            0,
-            0,
-            *[arrival_s] * 2,
-            0,
-            0,
-        ),
-        dtype=ROW,
-    )
+    row = waiting_row(key, context, arrival_s)
+    row["computed_tokens"], row["pending_tokens"], row["emitted_tokens"] = context, 1, 1
+    row["kv_blocks"], row["phase"] = 4, RUNNING
+    row["first_token_s"] = row["last_token_s"] = arrival_s
+    return row
 
 
 def free_row() -> np.ndarray:

@@ -20,9 +20,16 @@ from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.routing import POLICIES
-from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import (
+    Clock,
+    ObservedController,
+    decode_row,
+    delta,
+    hello,
+    newer_push,
+    query,
+    waiting_row,
+)
 
 
 def make(policy: str = "pab", **options: Any) -> tuple[ObservedController, Clock]:
@@ -78,14 +85,6 @@ async def test_a_burst_spreads_by_tokens_not_by_requests() -> None:
     queries = [query(0, 1_000), *(query(key, 100) for key in range(1, 11))]
     reply = await controller.route(queries)
     assert [decision.replica_id for decision in reply.decisions] == ["a"] + ["b"] * 10
-
-
-async def test_the_loaded_replica_is_avoided() -> None:
-    for policy in ("pab", "least_tokens"):
-        controller, _ = make(policy)
-        await controller.hello(hello("a", [waiting_row(1, 4_000)]))
-        await controller.hello(hello("b", [decode_row(2, 400)]))
-        assert (await controller.route([query(3)])).decisions[0].replica_id == "b"
 
 
 async def test_a_reservation_ends_when_the_replica_reports_the_request() -> None:

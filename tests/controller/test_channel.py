@@ -159,10 +159,12 @@ async def test_a_report_arrives_whole_and_its_answer_returns() -> None:
     assert placed.asked == []
 
 
-async def test_a_refused_report_carries_its_reason_and_leaves_the_connection() -> None:
+async def test_a_refusal_carries_its_reason_and_leaves_the_connection() -> None:
     async with connected(serving(Placed())) as (channel, lost):
         with pytest.raises(ValueError, match="no more reports"):
             await channel.report(delta("a", 11, 3, draining=True), 5)
+        with pytest.raises(ValueError, match="at most 2"):
+            await channel.route([QUERY] * 3, 5)
         assert (await channel.route([QUERY], 5)).epoch == 11
         assert not lost.is_set()
 
@@ -179,28 +181,14 @@ async def test_a_report_that_fails_ends_the_connection_of_its_own_replica_only()
 
 async def test_reports_and_questions_of_one_moment_get_their_own_answers() -> None:
     async with connected(serving(Placed())) as (channel, _):
-        replies = await asyncio.gather(
-            *(
-                channel.route([QUERY], 5) if n % 2 else channel.report(delta("a", 11, n), 5)
-                for n in range(40)
-            )
-        )
-    assert all(isinstance(reply, RouteReply) == bool(n % 2) for n, reply in enumerate(replies))
-
-
-async def test_concurrent_questions_get_their_own_answers() -> None:
-    async with connected(serving(Placed())) as (channel, _):
-        replies = await asyncio.gather(
-            *(channel.route([QUERY] * (1 + n % 2), 5) for n in range(50))
-        )
-    assert [len(reply.decisions) for reply in replies] == [1 + n % 2 for n in range(50)]
-
-
-async def test_a_refusal_carries_its_reason() -> None:
-    async with connected(serving(Placed())) as (channel, lost):
-        with pytest.raises(ValueError, match="at most 2"):
-            await channel.route([QUERY] * 3, 5)
-        assert not lost.is_set()
+        asked = [
+            channel.route([QUERY] * (n % 3), 5) if n % 3 else channel.report(delta("a", 11, n), 5)
+            for n in range(42)
+        ]
+        replies = await asyncio.gather(*asked)
+    for n, reply in enumerate(replies):
+        assert isinstance(reply, RouteReply) == bool(n % 3)
+        assert not n % 3 or len(reply.decisions) == n % 3
 
 
 EMPTY = encode(Route(1, 0.0, 1.0, []))

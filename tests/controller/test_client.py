@@ -29,8 +29,7 @@ from sluice.protocol.messages import MAX_QUERIES, FirstTokenWait, MetricSample, 
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.placement.cells import cell_of
 from sluice.scheduling.request.job import RouteDecision
-from tests.controller.fleet import Clock, delta, hello, query, waiting_row
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import Clock, delta, hello, newer_push, query, waiting_row
 from tests.own_ray import shared_ray
 
 pytestmark = pytest.mark.ray

@@ -16,9 +16,7 @@ from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES
 from sluice.scheduling.routing.slos_serve import SLOsServeRoutingOptions
-from tests.controller.fleet import Clock, hello, query, waiting_row
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import Clock, ObservedController, hello, newer_push, query, waiting_row
 
 PROMISED, BEST_EFFORT = frozenset({Tier.GUARANTEED}), frozenset({Tier.BEST_EFFORT})
 

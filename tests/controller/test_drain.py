@@ -15,9 +15,16 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.state.drains import KEPT_S, Drains
 from sluice.protocol.messages import RouteReply
 from sluice.scheduling.fleet.fleet import Fleet
-from tests.controller.fleet import Clock, decode_row, delta, hello, query, waiting_row
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import (
+    Clock,
+    ObservedController,
+    decode_row,
+    delta,
+    hello,
+    newer_push,
+    query,
+    waiting_row,
+)
 from tests.examples import examples
 
 

@@ -10,13 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.observability.recent_decisions import Endings
+from sluice.controller.observability.recent_decisions import UNKNOWN_CLASS, Endings, RequestClasses
 from sluice.protocol.messages import MAX_ENDINGS, LateNotice, RequestEnding
 from sluice.scheduling.request.objective import SLO
-from tests.controller.fleet import Clock, hello, query
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import Clock, ObservedController, hello, newer_push, query
 from tests.controller.test_decision_log import told
+
+
+def test_classes_are_remembered_until_the_end() -> None:
+    classes = RequestClasses()
+    classes.note(1, "chat")
+    classes.note(2, "batch")
+    assert classes.of([2, 1, 3]) == ["batch", "chat", UNKNOWN_CLASS]
+    classes.ended([1, 77])
+    assert classes.of([1, 2]) == [UNKNOWN_CLASS, "batch"]
+
+
+def test_requests_that_never_end_are_forgotten_in_the_end() -> None:
+    classes = RequestClasses(limit=20)
+    for key in range(1_000):
+        classes.note(key, "chat")
+        assert len(classes) <= 20
+        assert classes.of([key]) == ["chat"]
+    assert classes.of([900]) == [UNKNOWN_CLASS]
+
 
 ENDING = RequestEnding("a" * 32, "ok", ("tpot",), 12, 0.3, 0.04, 1.5)
 LATE = LateNotice("a" * 32, 0.3, None)

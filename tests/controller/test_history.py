@@ -22,7 +22,7 @@ from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.simulation.metrics import deadline_gain, stages
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import newer_push
 from tests.simulation.loads import MODEL, of
 
 BUCKETS = (0.1, 0.2, 0.4)

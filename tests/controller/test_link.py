@@ -4,14 +4,164 @@ the link is real; the conversation with a real actor is in ``test_client.py``.""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from sluice.controller import cell_client as link_module
-from sluice.controller.cell_client import Link
+from sluice.controller.cell_client import Coalescer, Link
 from sluice.controller.config import ControllerConfig
 from sluice.controller.transport.channel import NoAnswerError
+
+
+class FarSide:
+    """Answers a question with its square, when it is let."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+        self.unwanted: list[tuple[int, int]] = []
+
+    async def send(self, questions: list[int], left_s: float) -> Sequence[int]:
+        assert left_s > 0
+        self.calls.append(questions)
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        return [question * question for question in questions]
+
+    def take_back(self, question: int, answer: int) -> None:
+        self.unwanted.append((question, answer))
+
+
+def make(far: FarSide, **limits: float) -> Coalescer[int, int]:
+    options = {"timeout_s": 5.0, **limits}
+    return Coalescer(far.send, far.take_back, **options)  # type: ignore[arg-type]
+
+
+async def turns() -> None:
+    """Let the event loop run everything that is ready, and what that makes ready."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_questions_of_one_turn_go_in_one_call() -> None:
+    far = FarSide()
+    coalescer = make(far)
+    answers = await asyncio.gather(*(coalescer.ask(number) for number in range(64)))
+    assert answers == [number * number for number in range(64)]
+    assert far.calls == [list(range(64))]
+
+
+async def test_batches_and_calls_are_bounded_and_the_rest_gathers() -> None:
+    far = FarSide()
+    far.gate.clear()
+    coalescer = make(far, batch=4, calls=2)
+    asked = [asyncio.create_task(coalescer.ask(number)) for number in range(11)]
+    await turns()
+    assert far.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    far.gate.set()
+    assert await asyncio.gather(*asked) == [number * number for number in range(11)]
+    assert far.calls[2:] == [[8, 9, 10]]
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    far = FarSide()
+    far.gate.clear()
+    coalescer = make(far, batch=1, calls=1, queue=2)
+    asked = [asyncio.create_task(coalescer.ask(0))]
+    await turns()
+    asked += [asyncio.create_task(coalescer.ask(number)) for number in (1, 2)]
+    await turns()
+    with pytest.raises(NoAnswerError, match="full"):
+        await coalescer.ask(3)
+    far.gate.set()
+    assert await asyncio.gather(*asked) == [0, 1, 4]
+
+
+async def test_a_late_answer_is_given_back() -> None:
+    far = FarSide()
+    far.gate.clear()
+    coalescer = make(far, timeout_s=0.05)
+    with pytest.raises(NoAnswerError, match="timeout"):
+        await coalescer.ask(3)
+    far.gate.set()
+    await turns()
+    assert far.unwanted == [(3, 9)]
+
+
+async def test_a_cancelled_asker_gets_nothing_and_spoils_nothing() -> None:
+    far = FarSide()
+    far.gate.clear()
+    coalescer = make(far)
+    asked = [asyncio.create_task(coalescer.ask(number)) for number in (2, 3)]
+    await turns()
+    asked[0].cancel()
+    await asyncio.sleep(0)
+    far.gate.set()
+    assert await asked[1] == 9
+    with pytest.raises(asyncio.CancelledError):
+        await asked[0]
+    assert far.unwanted == [(2, 4)]
+
+
+async def test_an_asker_cancelled_in_the_turn_of_its_answer_gives_it_back() -> None:
+    far = FarSide()
+    coalescer = make(far)
+    asked = asyncio.create_task(coalescer.ask(2))
+    answered = asyncio.Event()
+
+    async def send(questions: list[int], left_s: float) -> Sequence[int]:
+        # The answer is set in the turn in which this returns; cancel right behind it.
+        asyncio.get_running_loop().call_soon(asked.cancel)
+        answered.set()
+        return [4]
+
+    coalescer._send = send
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert answered.is_set()
+    assert far.unwanted == [(2, 4)]
+
+
+async def test_a_question_whose_asker_left_is_not_sent() -> None:
+    far = FarSide()
+    far.gate.clear()
+    coalescer = make(far, batch=1, calls=1)
+    asked = [asyncio.create_task(coalescer.ask(number)) for number in (1, 2, 3)]
+    await turns()
+    asked[1].cancel()
+    far.gate.set()
+    assert await asked[0] == 1
+    assert await asked[2] == 9
+    assert far.calls == [[1], [3]]
+
+
+@pytest.mark.parametrize("failure", [NoAnswerError("unavailable"), ValueError("refused")])
+async def test_a_failed_call_fails_its_askers_and_only_them(failure: Exception) -> None:
+    far = FarSide()
+    far.failure = failure
+    coalescer = make(far)
+    outcomes = await asyncio.gather(coalescer.ask(1), coalescer.ask(2), return_exceptions=True)
+    assert outcomes == [failure, failure]
+    far.failure = None
+    assert await coalescer.ask(3) == 9
+
+
+async def test_queued_questions_can_be_failed_at_once() -> None:
+    far = FarSide()
+    far.gate.clear()
+    coalescer = make(far, batch=1, calls=1)
+    asked = [asyncio.create_task(coalescer.ask(number)) for number in (1, 2)]
+    await turns()
+    coalescer.fail_queued()
+    with pytest.raises(NoAnswerError, match="unavailable"):
+        await asked[1]
+    far.gate.set()
+    assert await asked[0] == 1
 
 
 class Method:

@@ -143,15 +143,6 @@ def test_a_replica_whose_steps_spread_beyond_what_is_tolerated_promises_less() -
     assert slow == pytest.approx([2 * exact[0], exact[1]]), "the tokens cost as much as before"
 
 
-def test_a_delta_changes_the_slots_it_names() -> None:
-    mirror, fleet = make_mirror()
-    mirror.hello(hello("a", [waiting_row(1, 300), waiting_row(2, 100)]), now_s=0)
-    assert mirror.delta(delta("a", EPOCH, 1, {0: free_row(), 5: waiting_row(3, 40)}), now_s=1)
-    assert live_keys(mirror, "a") == [2, 3]
-    assert figure(fleet, "a", "TOKENS") == 140
-    assert mirror.replicas["a"].received_s == 1
-
-
 def test_a_request_that_lost_its_kv_is_prefill_again() -> None:
     row = decode_row(1, 500)
     row["pending_tokens"] = 501
@@ -174,14 +165,6 @@ def test_a_delta_out_of_order_changes_nothing(replica_id: str, epoch: int, seq: 
     assert figure(fleet, "a", "TOKENS") == 300
     assert mirror.replicas["a"].received_s == 0
     assert list(mirror.replicas) == ["a"]
-
-
-def test_a_new_hello_forgets_the_old_table() -> None:
-    mirror, _ = make_mirror()
-    mirror.hello(hello("a", [waiting_row(1, 300)] * 1 + [waiting_row(2, 10)]), now_s=0)
-    mirror.hello(hello("a", [waiting_row(9, 5)], seq=12, capacity=4), now_s=1)
-    assert live_keys(mirror, "a") == [9]
-    assert mirror.delta(delta("a", EPOCH, 13), now_s=1)
 
 
 def _bad_row(**fields: object) -> np.ndarray:

@@ -13,9 +13,16 @@ from sluice.controller.state.mirror import MOST_LATE
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait, RequestEnding
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
-from tests.controller.fleet import Clock, decode_row, delta, hello, summary, waiting_row
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import (
+    Clock,
+    ObservedController,
+    decode_row,
+    delta,
+    hello,
+    newer_push,
+    summary,
+    waiting_row,
+)
 
 NAME = "a" * 32
 TTFT_S = 4.0

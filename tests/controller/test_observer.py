@@ -17,9 +17,7 @@ from sluice.controller.observability.recent_decisions import DECISION_BUCKETS_S,
 from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import MetricSample, MetricsPush
 from sluice.scheduling.request.job import PLACED, RouteDecision
-from tests.controller.fleet import Clock, hello, query
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import Clock, ObservedController, hello, newer_push, query
 
 
 class Gone:

@@ -24,9 +24,17 @@ from sluice.scheduling.fleet.breaker import (
 )
 from sluice.scheduling.request.job import MAX_AVOIDED, RouteDecision, Tier
 from sluice.scheduling.roles import Role
-from tests.controller.fleet import Clock, delta, free_row, hello, query, summary, waiting_row
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import (
+    Clock,
+    ObservedController,
+    delta,
+    free_row,
+    hello,
+    newer_push,
+    query,
+    summary,
+    waiting_row,
+)
 from tests.examples import examples
 
 ROUTER, OTHER = 11, 12

@@ -32,9 +32,16 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
-from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import (
+    Clock,
+    ObservedController,
+    decode_row,
+    delta,
+    free_row,
+    hello,
+    newer_push,
+    waiting_row,
+)
 from tests.e2e.conftest import wait_until
 from tests.router.far_side import FarController, FarSide, LocalPage
 

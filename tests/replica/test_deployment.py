@@ -33,7 +33,7 @@ from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.scheduling.fleet.ranks import rank_name, rank_of, replica_of
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
-from tests.controller.observed import ObservedController
+from tests.controller.fleet import ObservedController
 from tests.e2e.conftest import PATIENT
 from tests.replica.waiting import until
 

@@ -12,8 +12,7 @@ from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import ObservedController, newer_push
 
 
 class LocalController:

@@ -33,9 +33,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
 from sluice.router.tenancy.limits import UNNAMED, Client
 from sluice.scheduling.request.objective import MAX_PRIORITY, SLO, TokenClock
-from tests.controller.fleet import Clock, hello
-from tests.controller.observed import ObservedController
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import Clock, ObservedController, hello, newer_push
 from tests.router.far_side import Edge, FarSide, answer, serve
 
 NAMED = 6

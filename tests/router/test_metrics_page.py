@@ -15,7 +15,7 @@ from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.protocol.messages import MetricSample, MetricsPush
 from sluice.router.metrics.instruments import Fallback, RouterMetrics
 from sluice.router.metrics.page import PAGE_PERIOD_S, ControllerMetricsPage, merged
-from tests.controller.pushes import newer_push
+from tests.controller.fleet import newer_push
 from tests.router.far_side import Clock
 
 
