@@ -158,11 +158,6 @@ class AdminConfig(BaseModel):
             raise ValueError(f"admin.access is {self.access}, so admin keys would open nothing")
         return self
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether an admin key is configured."""
-        return bool(self.keys) or self.keys_file is not None
-
 
 # Configuration of the endpoint picker.
 

@@ -192,18 +192,11 @@ class _Lines(logging.Formatter):
             self._date = f"{datetime.fromtimestamp(second, UTC):%Y-%m-%dT%H:%M:%S}"
         return f"{self._date}.{rest:03d}Z"
 
-    def parts(self, record: logging.LogRecord) -> dict[str, object]:
-        """What a line holds, in order, without the message and the exception."""
-        parts: dict[str, object] = {
-            "time": self.time(record),
-            "level": record.levelname.lower(),
-            "process": self._process,
-            "logger": record.name,
-        }
-        request_id = REQUEST_ID.get()
-        if request_id:
-            parts["request_id"] = request_id
-        return parts
+    def fields(self, record: logging.LogRecord) -> dict[str, object]:
+        """The request's id, and what a caller gave as ``extra={"fields": {...}}``."""
+        request_id, own = REQUEST_ID.get(), getattr(record, "fields", None)
+        fields: dict[str, object] = {"request_id": request_id} if request_id else {}
+        return fields | dict(own) if isinstance(own, Mapping) else fields
 
     def exception(self, record: logging.LogRecord) -> str:
         """The traceback, or nothing."""
@@ -211,13 +204,19 @@ class _Lines(logging.Formatter):
 
 
 class JsonLines(_Lines):
-    """One JSON object a record. What a caller gives as ``extra={"fields": {...}}`` is in it."""
+    """One JSON object a record."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of ``record``."""
-        parts = self.parts(record) | {"message": record.getMessage()} | _fields(record)
-        exception = self.exception(record)
-        if exception:
+        parts: dict[str, object] = {
+            "time": self.time(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        parts |= self.fields(record)
+        if exception := self.exception(record):
             parts["exception"] = exception
         return json.dumps(parts, default=str, separators=(",", ":"))
 
@@ -228,20 +227,14 @@ class TextLines(_Lines):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of ``record``."""
-        request_id = REQUEST_ID.get()
-        fields = ({"request_id": request_id} if request_id else {}) | _fields(record)
-        named = " ".join([f"{name}={_quoted(value)}" for name, value in fields.items()])
+        fields = self.fields(record).items()
+        named = " ".join([f"{name}={_quoted(value)}" for name, value in fields])
         head = f"{self.time(record)} {record.levelname.lower()} {self._process} {record.name}"
         line = f"{head}: {record.getMessage()}"
         line = _CONTROL.sub(_escaped, f"{line} {named}" if named else line)
         # Indented, as the message of an exception may hold a line that looks like one of ours.
         traceback = (_CONTROL.sub(_escaped, each) for each in self.exception(record).split("\n"))
         return line + "".join(f"\n  {each}" for each in traceback if each)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, object]:
-    fields = getattr(record, "fields", None)
-    return dict(fields) if isinstance(fields, Mapping) else {}
 
 
 def _quoted(value: object) -> str:

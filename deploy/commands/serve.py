@@ -55,7 +55,7 @@ def with_admin_key(config: SluiceConfig) -> tuple[SluiceConfig, str | None]:
     """The configuration with a generated admin key, and the key, unless one is configured or not
     needed."""
     admin = config.router.admin
-    if admin.access != "key" or admin.has_keys:
+    if admin.access != "key" or admin.keys or admin.keys_file:
         return config, None
     key = secrets.token_urlsafe(32)
     made = AdminConfig(keys=(SecretStr(key),))

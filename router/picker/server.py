@@ -196,8 +196,6 @@ LINGER_S: Final = 600.0  # longest wait for the end of Envoy's stream: a client 
 SECRETS: Final = ("authorization", *KEY_HEADERS)
 """Headers that endpoints do not get: the router has checked them."""
 
-_MODES: Final = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
-
 Read = Callable[[], Awaitable[bytes | None]]  # the next message of Envoy; `None`: it sends no more
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -237,8 +235,12 @@ class Exchange:
         self._has_body = not first.ends
         if first.modes is not None:
             self._mode, self._response_mode = first.modes
-        if self._has_body and self._mode not in _MODES:
-            await self._write(immediate(*_mode_refused(self._mode)))
+        if self._has_body and self._mode not in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED):
+            text = (
+                f"Envoy's external processing has request_body_mode {self._mode.name}; the "
+                "endpoint picker needs FULL_DUPLEX_STREAMED or BUFFERED."
+            )
+            await self._write(immediate(*whole_of(ApiError(Reason.INTERNAL, text))))
             return
         self._subset = first.subset
         try:
@@ -282,7 +284,12 @@ class Exchange:
         if isinstance(outcome, Pick) and self._subset is not None:
             # The replica that was chosen may have gone, and Serve have taken another.
             names = {outcome.endpoint, outcome.endpoint.rpartition(":")[0]}
-            outcome = outcome if names & self._subset else _outside(outcome)
+            if not names & self._subset:
+                text = (
+                    f"The gateway's subset of endpoints does not include {outcome.endpoint}, the "
+                    "replica that was chosen."
+                )
+                outcome = whole_of(ApiError(Reason.NO_REPLICA, text))
         if isinstance(outcome, Whole):
             await self._write(immediate(*outcome))
             return False
@@ -350,24 +357,6 @@ class Exchange:
     async def _write(self, message: bytes) -> None:
         async with self._writing:
             await self._send(message)
-
-
-def _mode_refused(mode: BodyMode) -> Whole:
-    text = (
-        f"Envoy's external processing has request_body_mode {mode.name}; the endpoint picker needs "
-        "FULL_DUPLEX_STREAMED or BUFFERED."
-    )
-    return whole_of(ApiError(Reason.INTERNAL, text))
-
-
-def _outside(pick: Pick) -> Whole:
-    return whole_of(
-        ApiError(
-            Reason.NO_REPLICA,
-            f"The gateway's subset of endpoints does not include {pick.endpoint}, the replica that "
-            "was chosen.",
-        )
-    )
 
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -172,7 +172,7 @@ def test_a_run_without_an_admin_key_gets_one_of_its_own() -> None:
     first, key = with_admin_key(SluiceConfig())
     _, other = with_admin_key(SluiceConfig())
     assert key is not None and len(key) > 40 and key != other
-    assert first.router.admin.has_keys
+    assert first.router.admin.keys
     assert page_address(first, "http://h:1", key) == f"http://h:1/ui#key={key}"
     assert key not in str(first.model_dump(mode="json"))
     for admin in ({"keys": [ADMIN]}, {"access": "open"}, {"access": "off"}):
