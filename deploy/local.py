@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -242,9 +243,10 @@ def start_application(
     """Serve ``config`` on the Ray of this process; return once it answers. Raises as
     :func:`running`."""
     _check_gpus(config)
+    faults = ThreadPoolExecutor(1, "ask-vllm").submit(engine_faults, config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     start_serve()
-    deploy(config, stop, report, first=True)
+    deploy(config, stop, report, faults)
 
 
 def start_serve() -> None:
@@ -354,8 +356,7 @@ def _check_labels(config: SluiceConfig) -> None:
 
 
 def check_models(config: SluiceConfig) -> None:
-    """Refuse missing models, and what vLLM refuses of an engine's configuration. Takes seconds.
-    Raises StartError."""
+    """Refuse missing models. Raises StartError."""
     for fleet in config.fleets:
         for pool in fleet.pools:
             try:
@@ -363,9 +364,6 @@ def check_models(config: SluiceConfig) -> None:
             except ValueError as error:
                 named = f"models.{fleet.model}." if config.models else ""
                 raise StartError(f"{named}{error}") from None
-    faults = engine_faults(config)
-    if faults:
-        raise StartError("\n".join(faults))
 
 
 def _check_keys(config: SluiceConfig) -> None:
@@ -398,10 +396,11 @@ def deploy(
     config: SluiceConfig,
     stop: threading.Event,
     report: Callable[[str], None],
-    first: bool = False,
+    faults: Future[list[str]] | None = None,
 ) -> None:
-    """Serve ``config`` on the Ray and Serve that this process has joined. ``first``: nothing was
-    served there before, so no old actor is waited for. Raises StartError, StoppedError."""
+    """Serve ``config`` on the Ray and Serve that this process has joined. ``faults``: what vLLM
+    refuses of it, once known; nothing was served there before, so no old actor is waited for.
+    Raises StartError, StoppedError."""
     from ray.serve.api import RunTarget, run_many
 
     from sluice.deploy.app import build
@@ -419,11 +418,14 @@ def deploy(
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-    _wait_ready(config, stop, report, first)
+    _wait_ready(config, stop, report, faults)
 
 
 def _wait_ready(
-    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None], first: bool
+    config: SluiceConfig,
+    stop: threading.Event,
+    report: Callable[[str], None],
+    faults: Future[list[str]] | None,
 ) -> None:
     from ray import serve
 
@@ -431,7 +433,9 @@ def _wait_ready(
     last_line = ""
     dead, dead_s = None, 0.0
     while True:
-        if first and dead is None and (dead := _dead_actor()) is not None:
+        if faults is not None and faults.done() and (found := faults.result()):
+            raise StartError("\n".join(found))
+        if faults is not None and dead is None and (dead := _dead_actor()) is not None:
             dead_s = time.monotonic()
         if dead is not None and time.monotonic() - dead_s > REASON_S:
             raise StartError(f"{dead} has ended before the application was ready")
