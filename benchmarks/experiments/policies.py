@@ -198,7 +198,7 @@ class SJF(Sarathi):
         """Fill up to the token budget, the shortest first."""
         left_s = pending_work_s(queue.table, latency.pieces)
         left_s += later_work_s(queue.table, latency.pieces)
-        batch.take(np.argsort(left_s, kind="stable"), tokens=self._token_budget)
+        batch.take(np.argsort(left_s, kind="stable"), tokens=self.options.token_budget)
 
 
 def later_work_s(table: Floats, pieces: Floats) -> Floats:
