@@ -21,8 +21,16 @@ from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.request.body import BODY_TIMEOUT_S
 from sluice.router.tenancy.auth import ApiKey
 from sluice.router.wire import NO_CLASS
-from tests.attack.hostile import Raw, Target, requests
-from tests.attack.sender import Answer, attack, good_request, responses, send
+from tests.attack.hostile import (
+    Answer,
+    Raw,
+    Target,
+    attack,
+    good_request,
+    requests,
+    responses,
+    send,
+)
 from tests.router.batches.routers import rows
 from tests.router.far_side import Edge, FarSide, serve
 from tests.router.listening import listening
@@ -248,7 +256,7 @@ def test_answers_are_told_apart(raw: bytes, told: list[int]) -> None:
 
 
 async def test_a_server_that_takes_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.attack.sender.HANG_S", 0.1)
+    monkeypatch.setattr("tests.attack.hostile.HANG_S", 0.1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
