@@ -1,4 +1,4 @@
-"""Preemption of a running prefill at the next operator or layer, inside stock vLLM.
+"""Preemption of a running prefill at its next operator, inside stock vLLM.
 
 A check before each operator tests whether the prefill must stop. If so, the thread that computes it
 serves other tasks from inside the check. The suspended state is a call stack, so nothing is saved

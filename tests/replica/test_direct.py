@@ -289,17 +289,6 @@ async def test_a_gateway_sees_that_a_stream_broke() -> None:
                     await batches.aclose()
 
 
-async def test_the_work_ends_when_a_gateways_client_leaves() -> None:
-    async with running(step_s=0.01) as replica:
-        batches = replica.generate(request(500))
-        async with reading(fetch_of(await anext(batches))):
-            pass
-        with pytest.raises(ClientLeftError):
-            async for _ in batches:
-                pass
-        await until(lambda: replica.live_requests == 0)
-
-
 @given(st.binary(max_size=300), st.integers(1, 40))
 def test_what_a_reader_sends_means_the_same_however_it_arrives(data: bytes, step: int) -> None:
     def outcome(received: bytes) -> object:

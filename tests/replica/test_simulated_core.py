@@ -155,18 +155,6 @@ def test_a_plan_follows_the_stage_that_a_request_is_in() -> None:
     assert bench.table.read().rows.size == 0
 
 
-def test_preemption_recomputes_and_loses_no_token() -> None:
-    # Each needs 6 of the 8 blocks in the end, so one of them must give way.
-    bench = Bench(kv_blocks=8, block_tokens=2)
-    bench.submit("a", 4, 8)
-    bench.submit("b", 4, 8)
-    bench.run()
-    bench.check_blocks()
-    for name in ("a", "b"):
-        assert sum(owner == name for _, owner in bench.emissions) == 8
-    assert bench.table.read().summary["preemptions"] > 0
-
-
 def test_an_abort_between_steps_is_published_at_once() -> None:
     bench = Bench(kv_blocks=8)
     sequence = bench.submit("a", 4, 8)

@@ -16,7 +16,7 @@ from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.preemption import AgedShare, DecodeTurns
 from tests.replica.engines import EngineProcess, StockEngine, Work
 from tests.replica.preemption.trials import CheckedEngine, check_trials, nested_work, run_nested
-from tests.replica.preemption.waits import BOUNDS, STOCK, WAYS, Bench, Prompts, random_prompt
+from tests.replica.preemption.waits import BOUNDS, STOCK, WAYS, Bench, random_prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -283,7 +283,7 @@ def test_what_has_no_blocks_or_no_guarantee_stops_nobody(engine, work):
 def test_the_benchmark_compares_with_stock_vllm(engine, stock):
     """A stop in each run, unless the short prompt came too late for one; and the same tokens on
     both engines, whatever preempts."""
-    found = Bench(engine, stock, Prompts.draw(700, 32, seed=4)).all(repeats=3, pairs=6)
+    found = Bench(engine, stock, 700, 32, seed=4).all(repeats=3, pairs=6)
     with pytest.raises(TypeError):
         stock.call(StockEngine.use, "what is no number", "nor this", "one too many")
     rows = {row["way"]: row for row in found["rows"]}

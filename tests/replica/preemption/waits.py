@@ -21,7 +21,7 @@ from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -73,7 +73,6 @@ LAYERS, HIDDEN = 8, 512
 LONG, SHORT = 2048, 64
 """Tokens of the two prompts."""
 
-_LATE, _URGENT = 1000.0, 100.0
 _MOST_LIVE = 4096
 _OVERHEAD_TOKENS = 512
 _DECODED = 32
@@ -94,7 +93,6 @@ def main(repeats: int, pairs: int, as_json: bool) -> None:
       python -m tests.replica.preemption.waits --repeats 10 --json
     """
     quiet_vllm()
-    prompts = Prompts.draw(LONG, SHORT, seed=0)
     args = {
         "max_model_len": LONG + 64,
         "max_num_batched_tokens": LONG,
@@ -108,7 +106,7 @@ def main(repeats: int, pairs: int, as_json: bool) -> None:
             closing(EngineProcess(make)) as stock,
             closing(PreemptiveEngine(model, Path(name), **args)) as engine,
         ):
-            found = Bench(engine, stock, prompts).all(repeats, pairs)
+            found = Bench(engine, stock, LONG, SHORT).all(repeats, pairs)
     ways = ("way", "stops", "blocked", "blocked_most", "waited", "short", "short_ratio", "long")
     costs = [{"of": name, **each} for name, each in found["overhead"].items()]
     tables = [
@@ -121,21 +119,6 @@ def main(repeats: int, pairs: int, as_json: bool) -> None:
 def random_prompt(chance: random.Random, tokens: int) -> list[int]:
     """``tokens`` random tokens."""
     return [chance.randrange(*VOCABULARY) for _ in range(tokens)]
-
-
-class Prompts(NamedTuple):
-    """The two requests, and the random generator of the short one's arrivals."""
-
-    long: Work
-    short: Work
-    chance: random.Random
-
-    @classmethod
-    def draw(cls, long_tokens: int, short_tokens: int, seed: int) -> Prompts:
-        """Random ones of these lengths."""
-        chance = random.Random(seed)
-        long = Work("long", random_prompt(chance, long_tokens), 1, _LATE)
-        return cls(long, Work("short", random_prompt(chance, short_tokens), 1, _URGENT), chance)
 
 
 class Turns(DecodeTurns):
@@ -272,15 +255,18 @@ def _several(run: Callable[[Work], tuple[Result, float]], work: Work) -> Result:
 class Bench:
     """Runs on one engine with preemption, and on a :class:`StockEngine` in another process."""
 
-    def __init__(self, engine: PreemptiveEngine, stock: EngineProcess, prompts: Prompts) -> None:
+    def __init__(
+        self, engine: PreemptiveEngine, stock: EngineProcess, long: int, short: int, seed: int = 0
+    ) -> None:
         self._engine = engine
         self._stock = stock
-        self._prompts = prompts
+        self._chance = random.Random(seed)
+        self._long = Work("long", random_prompt(self._chance, long), 1, ttft_s=1000.0)
+        self._short = Work("short", random_prompt(self._chance, short), 1, ttft_s=100.0)
         self._use("operator")
         both = partial(alone, engine), partial(stock.call, alone)
         self._alone = [
-            {work.name: _several(run, work) for work in (prompts.long, prompts.short)}
-            for run in both
+            {work.name: _several(run, work) for work in (self._long, self._short)} for run in both
         ]
 
     def all(self, repeats: int, pairs: int) -> Json:
@@ -293,7 +279,7 @@ class Bench:
 
     def rows(self, repeats: int) -> list[Json]:
         """One row for each way; see :meth:`_row`."""
-        long, short, chance = self._prompts
+        long, short, chance = self._long, self._short, self._chance
         longest_s = self._alone[0][long.name].ttft_s
         moments = [chance.uniform(0.05, 0.8) * longest_s for _ in range(repeats)]
         ways = (*WAYS, *STOCK)
@@ -336,11 +322,10 @@ class Bench:
         """Costs without preemption: of the checks alone, by the processor time of a prefill with
         and without them; of the engine, by the time of a prefill or decode request on it and on
         the stock engine."""
-        prefill = self._prompts.long
-        prefill = prefill._replace(prompt=prefill.prompt[:_OVERHEAD_TOKENS])
-        decode = self._prompts.short._replace(output=_DECODED)
+        prefill = self._long._replace(prompt=self._long.prompt[:_OVERHEAD_TOKENS])
+        decode = self._short._replace(output=_DECODED)
         engine = self._engine
-        self._stock.call(StockEngine.use, max(2048, len(self._prompts.long.prompt)))
+        self._stock.call(StockEngine.use, max(2048, len(self._long.prompt)))
 
         def checked_s(way: str) -> float:
             self._use(way)
