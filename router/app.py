@@ -159,7 +159,7 @@ class Router:
 
     def check_health(self) -> None:
         """Called by Serve. Raises RuntimeError: it neither listens nor stops."""
-        if not (self._server.listens or self._server.stops):
+        if not (self._server.listens or self._server.clients.stops):
             raise RuntimeError("the router does not listen")
 
     async def __del__(self) -> None:

@@ -293,12 +293,6 @@ class Attempt:
                 return Piece(joined, tokens, sent, reasoned, made)
         return None
 
-    def check_resumed(self, transcript: Transcript | None) -> None:
-        """Raises ReplicaFailedError: it does not continue the stream that the client has."""
-        repeated = transcript is not None and transcript.repeated
-        if self.head.status != 200 or self.head.media_type != EVENT_STREAM or not repeated:
-            raise ReplicaFailedError(*NOT_RESUMED, retry=False)
-
     def end_span(self, error: str | None = None) -> None:
         """The attempt is over; ``error`` names what ended it early. Idempotent."""
         span, self.span = self.span, None

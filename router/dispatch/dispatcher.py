@@ -466,7 +466,11 @@ class Dispatcher:
                 if attempt.head.status == _BUSY:
                     raise ReplicaFailedError(Reason.REPLICAS_FULL, "Every replica tried is full.")
                 if request.resume is not None and not request.prefill_only:
-                    attempt.check_resumed(answer.transcript)
+                    # It continues the stream that the client has?
+                    streams = attempt.head.media_type == EVENT_STREAM
+                    repeated = answer.transcript is not None and answer.transcript.repeated
+                    if attempt.head.status != 200 or not streams or not repeated:
+                        raise ReplicaFailedError(*NOT_RESUMED, retry=False)
             except BaseException as error:
                 if isinstance(error, ReplicaFailedError):
                     if error.reason is Reason.NO_REPLICA:

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
 
@@ -33,27 +33,23 @@ from sluice.scheduling.request.objective import LEAST_PACE_TOKENS, SLO, TokenClo
 # moves, at most once, if another replica promises what is left of its SLO.
 
 
+@dataclass(slots=True)
 class Moves:
     """Waiting requests of one router process and model. Runs on its event loop."""
 
-    def __init__(
-        self,
-        attempts: OpenAttempts,
-        controller: DecisionService,
-        placements: PlacementClient,
-        clock: Callable[[], float],
-    ) -> None:
-        self._attempts = attempts
-        self._controller = controller
-        self._placements = placements
-        self._clock = clock
-        self._moving: dict[int, asyncio.Task[None]] = {}
-        controller.on_push(self.waits, self.missing)
+    attempts: OpenAttempts
+    controller: DecisionService
+    placements: PlacementClient
+    clock: Callable[[], float]
+    moving: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.controller.on_push(self.waits, self.missing)
 
     def waits(self) -> tuple[FirstTokenWait, ...]:
         """Waiting calls not late yet, at most ``MAX_WAITS`` (due soonest). ``O(open attempts)``."""
-        now_s, found = self._clock(), []
-        for attempt, answer in self._attempts.items():
+        now_s, found = self.clock(), []
+        for attempt, answer in self.attempts.items():
             ttft_s, waited_s = answer.call.slo.columns[0], now_s - answer.call.received_s
             if waited_s < ttft_s and self._may_move(attempt, answer):
                 chosen = attempt.decision.replica_id or ""
@@ -65,17 +61,17 @@ class Moves:
     def missing(self, keys: Sequence[int]) -> None:
         """Move these calls, which are going to miss their TTFT, if they still wait."""
         wanted = set(keys)
-        for attempt, answer in self._attempts.items():
+        for attempt, answer in self.attempts.items():
             if attempt.key in wanted and self._may_move(attempt, answer):
                 move = asyncio.create_task(self._move(attempt, answer), name="move")
-                self._moving[attempt.key] = move
+                self.moving[attempt.key] = move
 
     def _may_move(self, attempt: Attempt, answer: Answer) -> bool:
         """Whether an attempt may be abandoned for one at an earlier replica: once per call, and not
         for a phase of a P/D pair or a suspect of lost replicas."""
         request = attempt.request
         whole = not request.prefill_only and request.kv_handle is None and request.resume is None
-        waits = not attempt.opened and attempt.key not in self._moving
+        waits = not attempt.opened and attempt.key not in self.moving
         stated = answer.call.slo.ttft_s is not None
         excluded = answer.moved or answer.suspicion.suspected
         return request.promised and stated and whole and waits and not excluded
@@ -84,16 +80,16 @@ class Moves:
         """Abandon an attempt if another replica promises the rest, and nothing came meanwhile."""
         key, chosen = request_key(answer.moved_id), attempt.decision.replica_id or ""
         try:
-            found = await self._placements.elsewhere(answer.call, key, answer.failed, chosen)
+            found = await self.placements.elsewhere(answer.call, key, answer.failed, chosen)
             if found is None:
                 return
             if attempt.opened or not attempt.abandon(MovedError()):
-                self._controller.release(key)
+                self.controller.release(key)
                 return
             answer.moved, answer.moves_to = True, found
             answer.uncounted += 1
         finally:
-            del self._moving[attempt.key]
+            del self.moving[attempt.key]
 
 
 KV_TIMEOUT_S: Final = 2.0
@@ -163,48 +159,42 @@ class _Stream:
         )
 
 
+@dataclass(slots=True)
 class Migrations:
-    """The streams of one router process and model that may move. Runs on its event loop."""
+    """The streams of one router process and model that may move. Runs on its event loop.
+    ``moving``: those being asked about or moved, until their next attempt has begun or failed."""
 
-    def __init__(
-        self,
-        attempts: OpenAttempts,
-        controller: DecisionService,
-        placements: PlacementClient,
-        replicas: Replicas,
-        metrics: RouterMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._attempts = attempts
-        self._controller = controller
-        self._placements = placements
-        self._replicas = replicas
-        self._metrics = metrics
-        self._clock = clock
-        self._policy = MigrationPolicy()
-        self._streams: dict[Attempt, _Stream | None] = {}
-        self._leaving: frozenset[str] = frozenset()
-        self._refusals: Counter[str] = Counter()
-        # Those being asked about or moved, until their next attempt has begun or failed.
-        self._moving: dict[Attempt, _Stream] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        controller.on_leaving(self.leaving)
+    attempts: OpenAttempts
+    controller: DecisionService
+    placements: PlacementClient
+    replicas: Replicas
+    metrics: RouterMetrics
+    clock: Callable[[], float]
+    policy: MigrationPolicy = field(default_factory=MigrationPolicy)
+    streams: dict[Attempt, _Stream | None] = field(default_factory=dict)
+    leaving_ids: frozenset[str] = frozenset()
+    refusals: Counter[str] = field(default_factory=Counter)
+    moving: dict[Attempt, _Stream] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.controller.on_leaving(self.leaving)
 
     def settled(self, attempt: Attempt) -> None:
         """The stream of ``attempt`` has left its replica, or stays: the next one may move."""
-        if attempt not in self._attempts:
-            self._streams.pop(attempt, None)
-        stream = self._moving.pop(attempt, None)
+        if attempt not in self.attempts:
+            self.streams.pop(attempt, None)
+        stream = self.moving.pop(attempt, None)
         if stream is not None:
             self._move_some(stream.place)
 
     def leaving(self, replica_ids: Sequence[str]) -> None:
         """These replicas leave. Called with each answer to a push. ``O(open attempts)``."""
-        self._leaving = frozenset(replica_ids)
-        self._refusals.clear()
-        known = self._streams.items()
-        self._streams = {attempt: each for attempt, each in known if attempt in self._attempts}
-        streams = [self._stream(*each) for each in self._attempts.items()]
+        self.leaving_ids = frozenset(replica_ids)
+        self.refusals.clear()
+        known = self.streams.items()
+        self.streams = {attempt: each for attempt, each in known if attempt in self.attempts}
+        streams = [self._stream(*each) for each in self.attempts.items()]
         for stream in filter(None, streams):
             stream.stays = False
             stream.measure()
@@ -216,31 +206,31 @@ class Migrations:
         streams = attempt.opened and attempt.head.status == 200 and attempt.place
         if not streams or attempt.head.media_type != EVENT_STREAM or answer.suspicion.suspected:
             return None
-        if attempt not in self._streams:
+        if attempt not in self.streams:
             able = may_migrate(answer.call)
-            self._streams[attempt] = _Stream(attempt, answer) if able else None
-        return self._streams[attempt]
+            self.streams[attempt] = _Stream(attempt, answer) if able else None
+        return self.streams[attempt]
 
     def _move_some(self, place: str) -> None:
         """Ask for another replica for the streams at ``place`` that the policy chooses."""
-        if self._refusals[place] >= MAX_REFUSALS:
+        if self.refusals[place] >= MAX_REFUSALS:
             return
-        now_s = self._clock()
-        here = [self._stream(*each) for each in self._attempts.items() if each[0].place == place]
+        now_s = self.clock()
+        here = [self._stream(*each) for each in self.attempts.items() if each[0].place == place]
         able = [
             stream
             for stream in filter(None, here)
-            if stream.attempt not in self._moving and not stream.stays and stream.may_move
+            if stream.attempt not in self.moving and not stream.stays and stream.may_move
         ]
-        under_way = sum(stream.place == place for stream in self._moving.values())
-        leaves = place in self._leaving
+        under_way = sum(stream.place == place for stream in self.moving.values())
+        leaves = place in self.leaving_ids
         seen = [stream.seen(now_s) for stream in able]
-        for index in self._policy.chosen(seen, under_way, now_s, leaves):
+        for index in self.policy.chosen(seen, under_way, now_s, leaves):
             stream = able[index]
-            self._moving[stream.attempt] = stream
+            self.moving[stream.attempt] = stream
             task = asyncio.create_task(self._move(stream, seen[index], leaves), name="migrate")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
     async def _move(self, stream: _Stream, seen: RunningStream, leaves: bool) -> None:
         """Have a stream's reader stop, if another replica takes the stream."""
@@ -250,17 +240,17 @@ class Migrations:
             found = await self._elsewhere(stream, seen, key)
             if found is None:
                 return
-            pays = self._policy.pays(seen, found.kv_transfer_s)
+            pays = self.policy.pays(seen, found.kv_transfer_s)
             if pays and stream.may_move and attempt.abandon(MovedError()):
                 moves = True
                 answer.moves_to = found
                 answer.move_reason = MoveReason.LEAVING if leaves else MoveReason.LATE
             else:
-                self._controller.release(key)
+                self.controller.release(key)
         finally:
             if not moves:
                 stream.stays = True
-                self._refusals[stream.place] += 1
+                self.refusals[stream.place] += 1
                 self.settled(attempt)
 
     async def _elsewhere(
@@ -268,16 +258,16 @@ class Migrations:
     ) -> RouteDecision | None:
         """Another replica for a stream, under this key."""
         answer, clock = stream.answer, stream.answer.clock
-        call = rest_of(answer.call, clock.tokens, _rest(clock, self._clock(), seen))
+        call = rest_of(answer.call, clock.tokens, _rest(clock, self.clock(), seen))
         tier = stream.attempt.decision.tier
         tiers = frozenset(Tier) if tier is None else frozenset({tier})
         avoid = (*answer.failed, *answer.left)
-        return await self._placements.with_kv(call, key, avoid, stream.place, tiers)
+        return await self.placements.with_kv(call, key, avoid, stream.place, tiers)
 
     def left(self, answer: Answer, source: Attempt) -> None:
         """The stream of ``source`` has been stopped to move."""
         answer.left.append(source.place or "")
-        answer.left_s = self._clock()
+        answer.left_s = self.clock()
         answer.uncounted += 1
         # The stream would have continued without the move, so a failure of it does not count.
         answer.granted = True
@@ -288,17 +278,17 @@ class Migrations:
         if answer.move_reason is not None:
             transferred = attempt.request.kv_handle is not None and attempt.prefill is None
             last_s = answer.clock.last_token_s or answer.left_s
-            self._metrics.migrated(answer.move_reason, transferred, self._clock() - last_s)
+            self.metrics.migrated(answer.move_reason, transferred, self.clock() - last_s)
 
     async def with_kv_of(self, source: Attempt, request: EngineRequest) -> EngineRequest:
         """A request that resumes the stream of ``source``, with the KV if that can be had."""
-        started_s = self._clock()
+        started_s = self.clock()
         try:
             kv_handle = await self._kv_of(source, request)
         except BaseException:
-            self._controller.release(request_key(request.request_id))
+            self.controller.release(request_key(request.request_id))
             raise
-        waited_s = request.waited_s + self._clock() - started_s
+        waited_s = request.waited_s + self.clock() - started_s
         return replace(request, kv_handle=kv_handle, waited_s=waited_s)
 
     async def _kv_of(self, source: Attempt, request: EngineRequest) -> KVHandle | None:
@@ -307,11 +297,11 @@ class Migrations:
             prefill_of(request, 0.0, _UNTRACED), kv_of_request=source.request.request_id
         )
         place = source.place or ""
-        stream = self._replicas.transfer_kv(asked, place)
+        stream = self.replicas.transfer_kv(asked, place)
         if stream is None:
             return None
         decision = RouteDecision(place, "migration", role=source.role)
-        attempt = Attempt(asked, decision, source.role, stream, clock=self._clock)
+        attempt = Attempt(asked, decision, source.role, stream, clock=self.clock)
         try:
             async with asyncio.timeout(KV_TIMEOUT_S):
                 await attempt.begin()

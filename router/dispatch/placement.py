@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
 from math import inf
@@ -249,23 +250,16 @@ _log = logging.getLogger(__name__)
 Ask = Callable[[], Awaitable[RouteDecision | None]]
 
 
+@dataclass(slots=True)
 class ColdStarts:
     """The waiting requests of one model. One per router process and model."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        metrics: AdmissionMetrics,
-        clock: Callable[[], float],
-        pause: Callable[[float], Awaitable[object]],
-    ) -> None:
-        self._replicas = replicas
-        self._most = MAX_WAITING
-        self._metrics = metrics
-        self._clock = clock
-        self._pause = pause
-        self._waiting: Counter[str] = Counter()
-        self._start: asyncio.Task[None] | None = None
+    replicas: Replicas
+    metrics: AdmissionMetrics
+    clock: Callable[[], float]
+    pause: Callable[[float], Awaitable[object]]
+    waiting: Counter[str] = field(default_factory=Counter)
+    start: asyncio.Task[None] | None = None
 
     async def decided(
         self, client: Client, decision: RouteDecision, ask: Ask, ttl_s: float = inf
@@ -277,14 +271,14 @@ class ColdStarts:
             self._begin(decision)  # a retry is to find a replica
             return decision
         self._check_room(client, decision)
-        joined_s, limit_s = self._clock(), min(START_WAIT_S, ttl_s)
+        joined_s, limit_s = self.clock(), min(START_WAIT_S, ttl_s)
         self._count(client, 1)
         found: RouteDecision | None = decision
         try:
             while (
                 found is not None and found.reason == NO_REPLICA and found.starts_in_s is not None
             ):
-                left_s = limit_s - (self._clock() - joined_s)
+                left_s = limit_s - (self.clock() - joined_s)
                 if left_s <= 0:
                     message = "The model had no replica, and none has started within"
                     raise self._error(f"{message} {limit_s:g} seconds.", found)
@@ -293,28 +287,28 @@ class ColdStarts:
             return found
         finally:
             self._count(client, -1)
-            self._metrics.start_wait_s.observe(self._clock() - joined_s)
+            self.metrics.start_wait_s.observe(self.clock() - joined_s)
 
     def _begin(self, decision: RouteDecision) -> asyncio.Task[None]:
         """The start that is under way, or a new one."""
-        if self._start is None or self._start.done():
-            self._start = asyncio.create_task(self._started(decision))
-            self._start.add_done_callback(retrieved)
-        return self._start
+        if self.start is None or self.start.done():
+            self.start = asyncio.create_task(self._started(decision))
+            self.start.add_done_callback(retrieved)
+        return self.start
 
     async def _started(self, decision: RouteDecision) -> None:
-        begun_s, asleep = self._clock(), self._replicas.asleep
+        begun_s, asleep = self.clock(), self.replicas.asleep
         if asleep:
             _log.info("no replica runs: one starts, predicted time %.1f s", decision.starts_in_s)
-        await self._replicas.wake()
+        await self.replicas.wake()
         if asleep:
-            _log.info("a replica runs, started in %.1f s", self._clock() - begun_s)
+            _log.info("a replica runs, started in %.1f s", self.clock() - begun_s)
 
     async def _turn(self, decision: RouteDecision, left_s: float) -> None:
         """Return when it should ask, ``left_s`` at the latest. Raises ApiError: no replica
         starts."""
-        runs, start = not self._replicas.asleep, self._begin(decision)
-        rest = asyncio.ensure_future(self._pause(min(ASK_AGAIN_S, left_s)))
+        runs, start = not self.replicas.asleep, self._begin(decision)
+        rest = asyncio.ensure_future(self.pause(min(ASK_AGAIN_S, left_s)))
         try:
             await asyncio.wait((start, rest), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -328,11 +322,11 @@ class ColdStarts:
                 raise ApiError(failure.reason, str(failure)) from failure
             raise self._error(f"No replica starts: {failure}", decision) from failure
         if runs:
-            await self._pause(REGISTERS_S)
+            await self.pause(REGISTERS_S)
 
     def _check_room(self, client: Client, decision: RouteDecision) -> None:
-        free = self._most - self._waiting.total()
-        if free <= 0 or not client.may_hold(self._waiting[client.owner], free, PLACES_PART):
+        free = MAX_WAITING - self.waiting.total()
+        if free <= 0 or not client.may_hold(self.waiting[client.owner], free, PLACES_PART):
             raise self._error(
                 "The model had no replica, and as many requests as may wait for its first one; it "
                 f"is predicted to serve in {decision.starts_in_s:.0f} seconds.",
@@ -340,10 +334,10 @@ class ColdStarts:
             )
 
     def _count(self, client: Client, change: int) -> None:
-        self._waiting[client.owner] += change
-        if not self._waiting[client.owner]:
-            del self._waiting[client.owner]
-        self._metrics.starting.inc(change)
+        self.waiting[client.owner] += change
+        if not self.waiting[client.owner]:
+            del self.waiting[client.owner]
+        self.metrics.starting.inc(change)
 
     def _error(self, message: str, decision: RouteDecision) -> ApiError:
         return ApiError(Reason.MODEL_STARTING, message, retry_after_s=decision.starts_in_s)

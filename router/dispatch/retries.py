@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -39,7 +39,9 @@ NOT_RESUMABLE = (
 def may_split(call: Call) -> bool:
     """Whether a P/D pair may serve the call: no prefill results in the answer, no media."""
     body = call.body
-    whole = any(_is_set(body.get(name)) for name in _WHOLE)
+    given = [body.get(name) for name in _WHOLE]
+    # With 0 the answer still holds the log probability of the token itself.
+    whole = any(value is not None and value is not False for value in given)
     return _is_single(call) and not whole and _is_text(body)
 
 
@@ -65,22 +67,19 @@ def prefill_of(
     whole: EngineRequest, kv_transfer_s: float, trace: Mapping[str, str]
 ) -> EngineRequest:
     """A request's prefill, whose first token comes ``kv_transfer_s`` after it."""
+    slo = whole.slo
+    if slo.ttft_s is not None:
+        ttft_s = prompt_ttft_s(slo.ttft_s, kv_transfer_s)
+        slo = structs.replace(slo, ttft_s=ttft_s, stages=())
     return replace(
         whole,
         request_id=prefill_id_of(whole.request_id),
-        slo=prompt_slo(whole.slo, kv_transfer_s),
+        slo=slo,
         trace=trace,
         prefill_only=True,
         resumable=False,
         direct_patience_s=None,
     )
-
-
-def prompt_slo(slo: SLO, kv_transfer_s: float) -> SLO:
-    """The SLO of the prefill phase, if the first token comes ``kv_transfer_s`` after it."""
-    if slo.ttft_s is None:
-        return slo
-    return structs.replace(slo, ttft_s=prompt_ttft_s(slo.ttft_s, kv_transfer_s), stages=())
 
 
 def rest_of(call: Call, tokens: int, slo: SLO) -> Call:
@@ -101,11 +100,6 @@ def _is_single(call: Call) -> bool:
     return call.endpoint == "chat" or not several
 
 
-def _is_set(value: object) -> bool:
-    # With 0 the answer still holds the log probability of the token itself.
-    return value is not None and value is not False
-
-
 def _is_text(body: dict[str, object]) -> bool:
     messages = body.get("messages")
     contents = [m.get("content") for m in messages] if isinstance(messages, list) else []
@@ -121,50 +115,47 @@ EMPTY_POOLS_PAUSE_S = 0.25
 """Pause before pools that were all found empty are asked again, seconds."""
 
 
+@dataclass
 class Pools:
-    """One per router process and model. ``roles``: in the order in which they serve whole calls."""
+    """One per router process and model. ``roles``: in the order in which they serve whole calls.
+    All pools were first and last found empty at these times, with no answer in between."""
 
-    def __init__(
-        self,
-        roles: Sequence[Role],
-        single: bool,
-        clock: Callable[[], float],
-        pause: Callable[[float], Awaitable[object]],
-    ) -> None:
-        self._roles = tuple(roles)
-        self._single = single
-        self._clock = clock
-        self._pause = pause
-        self.may_split = {"prefill", "decode"} <= set(roles)
+    roles: Sequence[Role]
+    single: bool
+    clock: Callable[[], float]
+    pause: Callable[[float], Awaitable[object]]
+    empty_since_s: float = -inf
+    last_empty_s: float = -inf
+
+    def __post_init__(self) -> None:
+        self.may_split = {"prefill", "decode"} <= set(self.roles)
         """Whether there are pools for P/D pairs."""
-        # When all were first and last found empty, with no answer in between.
-        self._empty_since_s = self._last_empty_s = -inf
 
     def role_for(self, answer: Answer, wanted: Role | None) -> Role:
         """The pool that a call goes to: the ``wanted`` one, unless it was empty."""
-        left = (answer.empty and self._left(answer)) or self._roles
+        left = (answer.empty and self._left(answer)) or self.roles
         return wanted if wanted is not None and wanted in left else left[0]
 
     def answered(self) -> None:
         """A replica has answered."""
-        self._last_empty_s = -inf
+        self.last_empty_s = -inf
 
     async def wait(self, answer: Answer, failure: ReplicaFailedError) -> None:
         """After an empty pool, return when the next may be asked. All pools together get one pool's
         wait, from when all were first empty. Raises ReplicaFailedError: ``failure``, after that."""
         if self._left(answer):
             return
-        now_s = self._clock()
-        if now_s - self._last_empty_s > NO_REPLICA_WAIT_S:
-            self._empty_since_s = now_s
-        self._last_empty_s = now_s
-        if self._single or now_s - self._empty_since_s >= NO_REPLICA_WAIT_S:
+        now_s = self.clock()
+        if now_s - self.last_empty_s > NO_REPLICA_WAIT_S:
+            self.empty_since_s = now_s
+        self.last_empty_s = now_s
+        if self.single or now_s - self.empty_since_s >= NO_REPLICA_WAIT_S:
             raise failure
-        await self._pause(EMPTY_POOLS_PAUSE_S)
+        await self.pause(EMPTY_POOLS_PAUSE_S)
         answer.empty.clear()
 
     def _left(self, answer: Answer) -> list[Role]:
-        return [role for role in self._roles if role not in answer.empty]
+        return [role for role in self.roles if role not in answer.empty]
 
 
 # Retry budget of a router: retries are limited to a share of its requests, so that they do not

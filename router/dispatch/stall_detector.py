@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import inf
 
 from sluice.protocol.requests import Progress
@@ -56,80 +57,60 @@ ON_THE_WAY_S = 10.0
 
 _NOBODY = Progress("", hung=False)
 
-_UNRESPONSIVE = "The replica is unresponsive."
-_LOST = "The replica has lost the request."
-_SILENT = f"There was no sign of life of the request for {SILENCE_S:g} seconds."
 
-
+@dataclass(slots=True, eq=False)
 class _Suspect:
-    """A replica with silent attempts."""
+    """A replica with silent attempts. ``unknown``: requests that it did not know when last asked.
+    ``probes``: those with too many requests to name, which are named in turns."""
 
-    __slots__ = ("asking", "misses", "next_s", "probes", "replica_id", "role", "since_s", "unknown")
+    replica_id: str
+    role: Role
+    since_s: float
+    asking: asyncio.Task[None] | None = None
+    next_s: float = -inf
+    misses: int = 0
+    probes: int = 0
+    unknown: frozenset[str] = frozenset()
 
-    def __init__(self, replica_id: str, role: Role, since_s: float) -> None:
-        self.replica_id = replica_id
-        self.since_s = since_s
-        self.role = role
-        self.asking: asyncio.Task[None] | None = None
-        self.next_s = float("-inf")
-        self.misses = 0
-        self.probes = 0
-        self.unknown: frozenset[str] = frozenset()
-
-    def next_of(self, attempts: list[Attempt]) -> list[Attempt]:
-        """The attempts that the next probe names: all, or if there are too many, all in turns."""
-        if len(attempts) <= MAX_NAMES:
-            return attempts
-        start = self.probes * MAX_NAMES % len(attempts)
-        self.probes += 1
-        return attempts[start : start + MAX_NAMES]
-
-    def is_asked_no_longer(self, _: asyncio.Task[None]) -> None:
-        self.asking = None
+    @property
+    def rests(self) -> bool:
+        """Whether no probe of it is open."""
+        return self.asking is None or self.asking.done()
 
 
+@dataclass
 class StallDetector:
-    """Watches a model's open attempts on its event loop. ``after_s``: silence before a probe, s."""
+    """Watches a model's open attempts on its event loop. ``after_s``: silence before a probe, s.
+    ``hung``: when each replica was last found to be unresponsive."""
 
-    def __init__(
-        self,
-        attempts: OpenAttempts,
-        replicas: Replicas,
-        controller: DecisionService,
-        budget: RetryBudget,
-        metrics: RouterMetrics,
-        after_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._attempts = attempts
-        self._replicas = replicas
-        self._controller = controller
-        self._budget = budget
-        self._metrics = metrics
-        self._after_s = after_s
-        self._clock = clock
-        self._suspects: dict[str, _Suspect] = {}
-        # When each replica was last found to be unresponsive.
-        self._hung: dict[str, float] = {}
-        self._swept_s = inf
+    attempts: OpenAttempts
+    replicas: Replicas
+    controller: DecisionService
+    budget: RetryBudget
+    metrics: RouterMetrics
+    after_s: float
+    clock: Callable[[], float]
+    suspects: dict[str, _Suspect] = field(default_factory=dict)
+    hung: dict[str, float] = field(default_factory=dict)
+    swept_s: float = inf
 
     async def watch(self) -> None:
         """Check the open attempts until there are none."""
-        self._swept_s = self._clock()
-        while self._attempts:
+        self.swept_s = self.clock()
+        while self.attempts:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
 
     def sweep(self) -> None:
         """Check all attempts, and probe the replicas of silent ones. ``O(open attempts)``."""
-        now_s = self._clock()
+        now_s = self.clock()
         by_place: dict[str, list[Attempt]] = {}
         silent: set[str] = set()
         ended: list[Attempt] = []
-        asleep = self._replicas.asleep
-        gap_s, self._swept_s = now_s - self._swept_s, now_s
+        asleep = self.replicas.asleep
+        gap_s, self.swept_s = now_s - self.swept_s, now_s
         # The one that waits longest leaves first: they are in the order in which they were made.
-        for attempt, answer in self._attempts.items():
+        for attempt, answer in self.attempts.items():
             if attempt.tail is not None:
                 continue
             if attempt.responded:
@@ -146,29 +127,34 @@ class StallDetector:
                 if self._is_silent(attempt, now_s):
                     silent.add(attempt.place)
         for attempt in ended:
-            self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _SILENT, retry=False))
-        for name in [name for name, at_s in self._hung.items() if at_s < now_s - REMEMBERED_S]:
-            del self._hung[name]
-        for name in [name for name in self._suspects if name not in silent]:
-            if self._suspects[name].asking is None:
-                del self._suspects[name]
+            message = f"There was no sign of life of the request for {SILENCE_S:g} seconds."
+            self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, message, retry=False))
+        for name in [name for name, at_s in self.hung.items() if at_s < now_s - REMEMBERED_S]:
+            del self.hung[name]
+        for name in [name for name in self.suspects if name not in silent]:
+            if self.suspects[name].rests:
+                del self.suspects[name]
         for name in silent:
             here = by_place[name]
-            suspect = self._suspects.get(name)
+            suspect = self.suspects.get(name)
             if suspect is None:
-                suspect = self._suspects[name] = _Suspect(name, here[0].role, now_s)
-            if suspect.asking is None and now_s >= suspect.next_s:
+                suspect = self.suspects[name] = _Suspect(name, here[0].role, now_s)
+            if suspect.rests and now_s >= suspect.next_s:
                 suspect.next_s = now_s + ASK_EVERY_S
                 suspect.asking = asyncio.create_task(self._examine(suspect, here, now_s))
-                suspect.asking.add_done_callback(suspect.is_asked_no_longer)
 
     def _is_silent(self, attempt: Attempt, now_s: float) -> bool:
-        return now_s - attempt.last_item_s >= self._after_s and attempt.waits
+        return now_s - attempt.last_item_s >= self.after_s and attempt.waits
 
     async def _examine(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Probe a replica, and handle its attempts according to the answer."""
         begun = [each for each in here if self._is_silent(each, asked_s)]
-        named = {each.request.request_id: each for each in suspect.next_of(begun)}
+        chosen = begun
+        if len(begun) > MAX_NAMES:
+            start = suspect.probes * MAX_NAMES % len(begun)
+            chosen = begun[start : start + MAX_NAMES]
+            suspect.probes += 1
+        named = {each.request.request_id: each for each in chosen}
         suspect.unknown = suspect.unknown.intersection(each.request.request_id for each in begun)
         report = await self._ask(tuple(named), suspect.replica_id, (), suspect.role)
         if report is not None and report.replica_id != suspect.replica_id:
@@ -178,31 +164,31 @@ class StallDetector:
             report = Progress(suspect.replica_id, hung=False)
         if report is not None:
             for name in named.keys() - set(report.unknown):
-                if (answer := self._attempts.get(named[name])) is not None:
+                if (answer := self.attempts.get(named[name])) is not None:
                     answer.alive_s = max(answer.alive_s, asked_s)
         if report is not None and not report.hung:
             suspect.misses = 0
-            self._hung.pop(suspect.replica_id, None)
+            self.hung.pop(suspect.replica_id, None)
             self._abandon_lost(suspect, named, report, asked_s)
             return
         suspect.unknown = frozenset()
         suspect.misses += report is None
         if report is not None or suspect.misses >= MISSES:
-            self._hung[suspect.replica_id] = asked_s
-            self._controller.troubled(suspect.replica_id, Trouble.HUNG)
+            self.hung[suspect.replica_id] = asked_s
+            self.controller.troubled(suspect.replica_id, Trouble.HUNG)
             await self._move(suspect, here, asked_s)
 
     async def _leave_replaced(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Serve no longer lists the replica, so it cannot be probed: let it drain, but abandon its
         attempts if it was unresponsive before, as Serve waits for the whole drain."""
-        hung_s = self._hung.get(suspect.replica_id)
+        hung_s = self.hung.get(suspect.replica_id)
         if hung_s is None or any(each.responded and each.last_item_s > hung_s for each in here):
-            drains = self._replicas.is_leaving(suspect.replica_id)
+            drains = self.replicas.is_leaving(suspect.replica_id)
             if drains and asked_s - suspect.since_s < LEAVING_S:
-                for answer in filter(None, map(self._attempts.get, here)):
+                for answer in filter(None, map(self.attempts.get, here)):
                     answer.alive_s = max(answer.alive_s, asked_s)
             return
-        self._hung[suspect.replica_id] = asked_s
+        self.hung[suspect.replica_id] = asked_s
         await self._move(suspect, here, asked_s)
 
     def _abandon_lost(
@@ -214,20 +200,23 @@ class StallDetector:
         for attempt in (named[name] for name in lost):
             arrived = attempt.responded or asked_s - attempt.made_s >= ON_THE_WAY_S
             if arrived and attempt.last_item_s <= asked_s:
-                self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, _LOST))
+                message = "The replica has lost the request."
+                self._abandon(attempt, ReplicaFailedError(Reason.REPLICA_FAILED, message))
 
     async def _move(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:
         """Fail an unresponsive replica's attempts that another one may retry or resume."""
 
         def stuck(attempt: Attempt) -> bool:
-            return attempt in self._attempts and attempt.waits and attempt.last_item_s <= asked_s
+            return attempt in self.attempts and attempt.waits and attempt.last_item_s <= asked_s
 
         if not any(map(stuck, here)) or not await self._elsewhere(suspect):
             return
         for attempt in filter(stuck, here):
-            if self._may_leave(attempt, self._attempts[attempt]):
-                failure = ReplicaFailedError(Reason.REPLICA_FAILED, _UNRESPONSIVE, hung=True)
-                self._abandon(attempt, failure)
+            if self._may_leave(attempt, self.attempts[attempt]):
+                message = "The replica is unresponsive."
+                self._abandon(
+                    attempt, ReplicaFailedError(Reason.REPLICA_FAILED, message, hung=True)
+                )
 
     def _may_leave(self, attempt: Attempt, answer: Answer) -> bool:
         """Whether an attempt leaves a hung replica: another attempt is granted, or it may be the
@@ -238,25 +227,25 @@ class StallDetector:
         begun = attempt.opened or (transcript is not None and transcript.begun)
         if begun and not (transcript is not None and transcript.resumable):
             return False
-        if answer.spent or not self._budget.take():
+        if answer.spent or not self.budget.take():
             return False
         answer.granted = True
         return True
 
     def _abandon(self, attempt: Attempt, failure: ReplicaFailedError) -> None:
         if attempt.abandon(failure):
-            self._metrics.abandoned.inc()
+            self.metrics.abandoned.inc()
 
     async def _elsewhere(self, suspect: _Suspect) -> bool:
         """Whether any other replica answers that its engine runs."""
-        hung = tuple(self._hung)
-        for pool in sorted(self._replicas.roles, key=lambda role: role != suspect.role):
+        hung = tuple(self.hung)
+        for pool in sorted(self.replicas.roles, key=lambda role: role != suspect.role):
             avoided = [hung, *[()] * (SEARCHES - 1)]
             questions = (self._ask((), None, avoid, pool) for avoid in avoided)
             for report in await asyncio.gather(*questions):
                 if report is None or report.hung or report.replica_id in ("", suspect.replica_id):
                     continue
-                self._hung.pop(report.replica_id, None)
+                self.hung.pop(report.replica_id, None)
                 return True
         return False
 
@@ -266,7 +255,7 @@ class StallDetector:
         """The answer, ``None`` if late. An error of the replica itself counts as one."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._replicas.progress(names, target, avoid, role)
+                return await self.replicas.progress(names, target, avoid, role)
         except TimeoutError:
             return None
         except ReplicaFailedError as failure:

@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from sluice.router.dispatch.attempt import Attempt, OpenAttempts, SuspicionState
@@ -56,22 +56,22 @@ class _Content:
     lasted_s: float
 
 
+@dataclass(slots=True)
 class Suspicion:
     """Applies the rules of docs/reliability.md; one per router process and model.
 
     ``O(1)`` for ordinary requests, ``O(open attempts)`` for a suspect when a replica is lost. A
-    body is hashed only if its size equals that of a remembered one."""
+    body is hashed only if its size equals that of a remembered one. ``lost``: when each replica
+    was lost, and the attempts blamed for it."""
 
-    def __init__(
-        self, attempts: OpenAttempts, metrics: RouterMetrics, clock: Callable[[], float]
-    ) -> None:
-        self._attempts = attempts
-        self._metrics = metrics
-        self._clock = clock
-        self.contents: OrderedDict[tuple[tuple[int, int], bytes], _Content] = OrderedDict()
-        # When each replica was lost, and the attempts blamed for it.
-        self._lost: dict[str, tuple[float, frozenset[Attempt]]] = {}
-        self._trials: dict[str, asyncio.Event] = {}
+    attempts: OpenAttempts
+    metrics: RouterMetrics
+    clock: Callable[[], float]
+    contents: OrderedDict[tuple[tuple[int, int], bytes], _Content] = field(
+        default_factory=OrderedDict
+    )
+    lost: dict[str, tuple[float, frozenset[Attempt]]] = field(default_factory=dict)
+    trials: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def open(self, call: Call) -> SuspicionState:
         """The state of a new call. Raises ApiError: 422; the call is quarantined."""
@@ -80,8 +80,8 @@ class Suspicion:
             return SuspicionState()
         if content.losses < 2:
             return SuspicionState(suspected=True, lasted_s=content.lasted_s)
-        self._metrics.quarantined_requests.inc()
-        left_s = content.until_s - self._clock()
+        self.metrics.quarantined_requests.inc()
+        left_s = content.until_s - self.clock()
         raise ApiError(
             Reason.REQUEST_QUARANTINED,
             "Replicas were lost while they served this request. The same request is refused for "
@@ -96,17 +96,17 @@ class Suspicion:
         mine = asyncio.Event()
         try:
             async with asyncio.timeout(TRIAL_S):
-                while (other := self._trials.get(name)) is not None:
+                while (other := self.trials.get(name)) is not None:
                     await other.wait()
         except TimeoutError:
             pass
-        self._trials[name] = mine
+        self.trials[name] = mine
         try:
             yield
         finally:
             mine.set()
-            if self._trials.get(name) is mine:
-                del self._trials[name]
+            if self.trials.get(name) is mine:
+                del self.trials[name]
 
     def judge(
         self, call: Call, state: SuspicionState, attempt: Attempt, failure: ReplicaFailedError
@@ -115,7 +115,7 @@ class Suspicion:
         blamed = self._blamed(attempt) if state.suspected else frozenset()
         if _replica(attempt) in (None, state.place) or not failure.lost:
             return None
-        lasted_s = self._clock() - attempt.made_s
+        lasted_s = self.clock() - attempt.made_s
         if failure.hung and ends_when_hung(call):
             known = self._find(call)
             self._remember(call, 1 if known is None else known.losses + 1, lasted_s)
@@ -133,19 +133,19 @@ class Suspicion:
         return None
 
     def _is_cleared(self, state: SuspicionState, attempt: Attempt) -> bool:
-        return self._clock() - attempt.made_s >= max(CLEARED_S, state.lasted_s)
+        return self.clock() - attempt.made_s >= max(CLEARED_S, state.lasted_s)
 
     def _blamed(self, attempt: Attempt) -> frozenset[Attempt]:
         """The attempts blamed for a loss, decided when the first attempt there fails."""
-        now_s, place = self._clock(), _replica(attempt)
-        for name in [name for name, (at_s, _) in self._lost.items() if now_s - at_s > ONE_LOSS_S]:
-            del self._lost[name]
+        now_s, place = self.clock(), _replica(attempt)
+        for name in [name for name, (at_s, _) in self.lost.items() if now_s - at_s > ONE_LOSS_S]:
+            del self.lost[name]
         if place is None:
             return frozenset()
-        if place not in self._lost:
+        if place not in self.lost:
             here = [
                 each
-                for each, answer in self._attempts.items()
+                for each, answer in self.attempts.items()
                 if answer.suspicion.suspected
                 and _replica(each) == place
                 and each.responded
@@ -153,8 +153,8 @@ class Suspicion:
                 and not self._is_cleared(answer.suspicion, each)
             ]
             group = [each for each in here if not each.opened] or here
-            self._lost[place] = now_s, frozenset(group if len(group) <= FEW else ())
-        return self._lost[place][1]
+            self.lost[place] = now_s, frozenset(group if len(group) <= FEW else ())
+        return self.lost[place][1]
 
     def _find(self, call: Call) -> _Content | None:
         size = _size(call)
@@ -162,19 +162,19 @@ class Suspicion:
             return None
         key = size, _digest(call)
         content = self.contents.get(key)
-        if content is not None and self._clock() >= content.until_s:
+        if content is not None and self.clock() >= content.until_s:
             del self.contents[key]
             return None
         return content
 
     def _remember(self, call: Call, losses: int, lasted_s: float) -> None:
         key = _size(call), _digest(call)
-        self.contents[key] = _Content(losses, self._clock() + QUARANTINED_S, lasted_s)
+        self.contents[key] = _Content(losses, self.clock() + QUARANTINED_S, lasted_s)
         self.contents.move_to_end(key)
         if len(self.contents) > REMEMBERED:
             self.contents.popitem(last=False)
         if losses > 1:
-            self._metrics.quarantined_requests.inc()
+            self.metrics.quarantined_requests.inc()
 
 
 def _replica(attempt: Attempt) -> str | None:
@@ -195,9 +195,6 @@ def _size(call: Call) -> tuple[int, int]:
 def _digest(call: Call) -> bytes:
     """Digest of the content and its client: no request is refused because of another client's."""
     content = [call.endpoint, call.client.owner, call.body]
-    text = json.dumps(content, sort_keys=True, default=_digest_of_audio)
+    # Audio is bytes, which are hashed by themselves.
+    text = json.dumps(content, sort_keys=True, default=lambda a: hashlib.sha256(a).hexdigest())
     return hashlib.sha256(text.encode()).digest()
-
-
-def _digest_of_audio(audio: bytes) -> str:
-    return hashlib.sha256(audio).hexdigest()

@@ -56,7 +56,8 @@ class SiteCheck:
         is_shared = self._is_shared or by_gateway
         is_named = self._is_name_of_this(_split(f"//{host}").hostname or "", is_shared)
         if not is_named and not is_shared:
-            raise self._refusal(f"Host must be {self._allowed_hosts()}")
+            others = sorted(name for name in self._names if not is_loopback(name))
+            raise self._refusal(f"Host must be {' or '.join(('a loopback address', *others))}")
         if origin is None:
             if is_own:
                 return
@@ -77,13 +78,6 @@ class SiteCheck:
         except ValueError:
             return False
         return True
-
-    def _allowed_hosts(self) -> str:
-        names = (
-            "a loopback address",
-            *sorted(name for name in self._names if not is_loopback(name)),
-        )
-        return " or ".join(names)
 
     def _refusal(self, why: str) -> ApiError:
         return ApiError(Reason.NOT_PERMITTED, f"{self._what} is open without a key here: {why}.")

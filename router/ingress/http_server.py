@@ -449,11 +449,6 @@ class HttpServer:
         self._certificate: Certificate | None = None
 
     @property
-    def stops(self) -> bool:
-        """Whether it takes no new requests."""
-        return self.clients.stops
-
-    @property
     def listens(self) -> bool:
         """Whether it has a listening socket."""
         return self._server is not None and self._server.is_serving()
@@ -490,8 +485,8 @@ class HttpServer:
         """Return when all requests are answered; after ``limit_s`` they end with an error.
         ``listening``: refuse new ones with a 503; else they go to other routers of the port."""
         self.clients.stops = True
-        if not listening:
-            self._close_listener()
+        if not listening and self._server is not None:
+            self._server.close()
         for connection in list(self.clients.connections):
             # It closes now, or with the answer that it waits for.
             if not listening or (isinstance(connection, ClientProtocol) and connection.busy):
@@ -510,10 +505,6 @@ class HttpServer:
         if self._checks is not None:
             self._checks.cancel()
         await self._stack.aclose()
-
-    def _close_listener(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
     async def _wait(self, limit_s: float) -> None:
         """Until no request runs, at most for so long."""

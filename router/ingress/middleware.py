@@ -112,24 +112,20 @@ class Shedder:
         self._delays = delays
         self._clock = clock
         self._pause = pause
-        self._rate = inf
+        self.rate = inf
+        """Requests a second that each client may send; infinite where there is no overload."""
         self._began_s = clock()
         self._came: Counter[str] = Counter()
         self._least_delay_s = inf
         self._ticks = 0
 
-    @property
-    def rate(self) -> float:
-        """Requests a second that each client may send; infinite where there is no overload."""
-        return self._rate
-
     def takes(self, owner: str) -> bool:
         """Whether a new request of this client is accepted. Counts it."""
         self._came[owner] += 1
-        if self._rate == inf:
+        if self.rate == inf:
             return True
         span_s = max(PERIOD_S, self._clock() - self._began_s)
-        return self._came[owner] <= max(1.0, self._rate * span_s)
+        return self._came[owner] <= max(1.0, self.rate * span_s)
 
     async def watch(self) -> None:
         """Measure the delay of the event loop, indefinitely."""
@@ -156,11 +152,12 @@ class Shedder:
         """Update the rate after a period. ``most``: the busiest client's requests a second."""
         if self._least_delay_s > MAX_DELAY_S:
             least = ALWAYS_PER_S / max(1, len(self._came))
-            self._rate = max(least, _FALL * min(self._rate, most))
-        elif self._rate < inf:
-            self._rate = _RISE * self._rate + 1
-            if self._rate > 2 * most:
-                self._rate = inf
+            self.rate = max(least, _FALL * min(self.rate, most))
+        elif self.rate < inf:
+            self.rate = _RISE * self.rate + 1
+            if self.rate > 2 * most:
+                self.rate = inf
+        """Requests a second that each client may send; infinite where there is no overload."""
 
 
 # CORS: the origins whose pages may call the API from a browser.

@@ -57,7 +57,9 @@ def parse_in_pieces(raw: bytes) -> dict[str, Any]:
 def _value(text: bytes) -> Any:
     if len(text) <= PIECE_BYTES:
         return _decode(text)
-    if not _is_list_of_numbers(text):
+    # A list whose only commas separate its own elements?
+    numbers = text[:1] == b"[" and b'"' not in text and text.find(b"[", 1) < 0 and b"{" not in text
+    if not numbers:
         # Lists, objects and keys are bounded elsewhere, and each other value has a comma.
         if text.count(b",") + 2 * text.count(b'"') < MANY_VALUES:
             return _decode(text)
@@ -72,11 +74,6 @@ def _value(text: bytes) -> Any:
         begin = cut + 1
         time.sleep(_TURN_S)
     return values
-
-
-def _is_list_of_numbers(text: bytes) -> bool:
-    """Whether a valid JSON value is a list whose only commas separate its own elements."""
-    return text[:1] == b"[" and b'"' not in text and text.find(b"[", 1) < 0 and b"{" not in text
 
 
 class _OneByOne(json.JSONDecoder):

@@ -131,16 +131,12 @@ class Call:
         object.__setattr__(self, "model", self.body.get("model"))
 
 
-async def _takes_any(_: Any, __: int) -> int | None:
-    return None
-
-
 class CallReader:
     """Turns a request into a validated call. Bodies over :data:`MAX_INLINE_BYTES` are parsed in a
     thread, one at a time. ``model_length``: refuses long token prompts before each id is checked.
     """
 
-    def __init__(self, config: RouterConfig, model_length: ModelLength = _takes_any) -> None:
+    def __init__(self, config: RouterConfig, model_length: ModelLength | None = None) -> None:
         self._max_body_bytes = config.max_body_bytes
         self._objectives = SloReader(config)
         self._tokens = TokenLimits(config)
@@ -177,7 +173,9 @@ class CallReader:
     async def _check_length(self, endpoint: Endpoint, body: RequestBody) -> None:
         """Refuse token prompts too long for every engine. ``O(prompts)``. Raises ApiError: 400."""
         name, tokens = longest_ids(endpoint, body)
-        most = await self._model_length(body.get("model"), tokens) if tokens else None
+        if not tokens or self._model_length is None:
+            return
+        most = await self._model_length(body.get("model"), tokens)
         if most is not None:
             raise invalid(
                 f"{name} has {tokens} token ids; this model takes at most {most} tokens, prompt "

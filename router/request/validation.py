@@ -65,7 +65,8 @@ def check_options(body: dict[str, Any]) -> None:
             raise invalid(f"{name} must have at most {most} entries, got {len(value)}", name)
     for name in _STOPS:
         stop = body.get(name)
-        if stop and _characters([stop] if isinstance(stop, str) else stop) > MAX_STOP_CHARACTERS:
+        texts = stop if isinstance(stop, list) else [stop]
+        if sum(len(text) for text in texts if isinstance(text, str)) > MAX_STOP_CHARACTERS:
             raise invalid(f"{name} must have at most {MAX_STOP_CHARACTERS} characters in all", name)
     for name in _CONSTRAINTS:
         if isinstance(body.get(name), dict):
@@ -162,13 +163,6 @@ def _parsed(text: Any) -> Any:
         return json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         return None  # which the engine refuses
-
-
-def _characters(texts: Any) -> int:
-    """Characters of all texts in a list; the engine refuses other values."""
-    if not isinstance(texts, list):
-        return 0
-    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 # Integers as JSON Schema has them: a number without a fraction, also if it is written ``16.0``.

@@ -90,10 +90,6 @@ def _failure_of(ending: Ending) -> ReplicaFailedError:
     return ReplicaFailedError(Reason.INTERNAL, "The replica failed.", retry=False)
 
 
-def _lost() -> ReplicaFailedError:
-    return ReplicaFailedError(Reason.REPLICA_FAILED, "The replica could not be reached.", lost=True)
-
-
 class ChannelStream:
     """One call over a connection. It is its own iterator."""
 
@@ -189,7 +185,8 @@ class ChannelStream:
             self._moved = self._elsewhere()
             self._rest = self._moved.__aiter__()
         else:
-            self._failure = _lost()
+            message = "The replica could not be reached."
+            self._failure = ReplicaFailedError(Reason.REPLICA_FAILED, message, lost=True)
         self._over = True
         self._wake()
 

@@ -66,7 +66,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         hint = _hint_of(pending_request)
         excluded = self._excluded(hint)
         if excluded:
-            open_ = [_but(excluded, rank) for rank in others]
+            open_ = [[r for r in rank if r.replica_id.unique_id not in excluded] for rank in others]
             rest = self._least_loaded_but(excluded)
             others = [*filter(None, open_), *([[rest]] if rest is not None else [])]
         hinted = self._hinted(hint)
@@ -225,7 +225,3 @@ def _hint_of(pending_request: PendingRequest | None) -> Hint:
     if pending_request is None:
         return Hint()
     return Hint.parse(pending_request.kwargs.get(wire.TARGET_KWARG))
-
-
-def _but(closed: Sequence[str], rank: Sequence[RunningReplica]) -> list[RunningReplica]:
-    return [replica for replica in rank if replica.replica_id.unique_id not in closed]

@@ -17,7 +17,7 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.router.config import RouterConfig
-from sluice.router.dispatch.retries import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S, may_split, prompt_slo
+from sluice.router.dispatch.retries import EMPTY_POOLS_PAUSE_S, RETRY_PAUSE_S, may_split, prefill_of
 from sluice.router.errors import ApiError, Reason
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
@@ -47,13 +47,17 @@ from tests.router.virtual_time import VirtualTime
 
 
 def test_it_is_due_earlier_by_the_kv_transfer() -> None:
-    assert prompt_slo(SLO(ttft_s=1.0, tpot_s=0.1), 0.25) == SLO(ttft_s=0.75, tpot_s=0.1)
-    assert prompt_slo(SLO(e2e_s=9.0), 0.25) == SLO(e2e_s=9.0)
+    for slo, expected in (
+        (SLO(ttft_s=1.0, tpot_s=0.1), SLO(ttft_s=0.75, tpot_s=0.1)),
+        (SLO(e2e_s=9.0), SLO(e2e_s=9.0)),
+    ):
+        assert prefill_of(EngineRequest("r", "chat", {}, slo), 0.25, {}).slo == expected
 
 
 @given(st.floats(1e-3, 1e4), st.floats(0, 1e5))
 def test_some_time_is_always_left(ttft_s: float, kv_transfer_s: float) -> None:
-    left_s = prompt_slo(SLO(ttft_s=ttft_s), kv_transfer_s).ttft_s
+    request = EngineRequest("r", "chat", {}, SLO(ttft_s=ttft_s))
+    left_s = prefill_of(request, kv_transfer_s, {}).slo.ttft_s
     assert left_s is not None
     assert 0 < left_s <= ttft_s
 

@@ -267,7 +267,7 @@ async def test_a_client_that_leaves_while_its_stream_moves_leaves_nothing_behind
     for engine in engines.engines.values():
         assert not len(engine.state().rows)
     migrations = router.dispatcher._migrations
-    assert not migrations._moving and not migrations._streams
+    assert not migrations.moving and not migrations.streams
 
 
 @pytest.mark.parametrize("slow", [True, False])

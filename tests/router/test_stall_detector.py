@@ -294,7 +294,7 @@ async def test_a_stall_of_this_process_ends_no_request() -> None:
     waiting = asyncio.create_task(attempt.begin())
     await asyncio.sleep(1)
     answer.alive_s -= SILENCE_S + OWN_GAP_S  # as if it had come after the last check
-    stalls._swept_s -= SILENCE_S + OWN_GAP_S
+    stalls.swept_s -= SILENCE_S + OWN_GAP_S
     await asyncio.sleep(SILENCE_S - 5)
     assert not waiting.done()
     await asyncio.sleep(6)
