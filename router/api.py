@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -112,33 +112,29 @@ def make_api(
     return api
 
 
+@dataclass
 class Calls:
     """Serves inference calls. ``limiter``: reserves tokens of the keys' rate limits."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        fleets: ModelRegistry,
-        loops: LoopDeadlines,
-        limiter: RateLimiter,
-        telemetry: Telemetry,
-    ) -> None:
-        self._fleets = fleets
-        self._loops = loops
-        self._limiter = limiter
-        self._telemetry = telemetry
-        self._reader = CallReader(config, fleets.exceeded)
+    config: RouterConfig
+    fleets: ModelRegistry
+    loops: LoopDeadlines
+    limiter: RateLimiter
+    telemetry: Telemetry
+
+    def __post_init__(self) -> None:
+        self.reader = CallReader(self.config, self.fleets.exceeded)
 
     async def serve(self, request: Request, endpoint: Endpoint) -> Response:
         """The response to a request, or its error."""
-        fleets, telemetry = self._fleets, self._telemetry
+        fleets, telemetry = self.fleets, self.telemetry
         arrival: Arrival = request.state.arrival
         span = telemetry.begin(arrival, endpoint, request.headers.raw)
         try:
-            call = await self._reader.read(request, endpoint)
+            call = await self.reader.read(request, endpoint)
             fleet = await fleets.find(call.model, call.client.caps.models, endpoint)
             if call.loop is not None:
-                slo, loop = await self._loops.bounded(call.loop, call.slo, call.received_s)
+                slo, loop = await self.loops.bounded(call.loop, call.slo, call.received_s)
                 call = replace(call, slo=slo, loop=loop)
             endpoints = request.scope["state"].get("endpoints")
             if endpoints is not None:
@@ -147,7 +143,7 @@ class Calls:
             if call.client.caps.tokens_per_minute is not None:
                 prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
                 expected = output_to_expect(endpoint, call.output_tokens)
-                charge = self._limiter.reserve(call.client, prompt_tokens, expected)
+                charge = self.limiter.reserve(call.client, prompt_tokens, expected)
         except ApiError as error:
             fleets.edge.refused(endpoint, error.reason, arrival.client)
             telemetry.ended_early(arrival, endpoint, error.reason, span)

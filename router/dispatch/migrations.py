@@ -101,19 +101,18 @@ MAX_REFUSALS: Final = 16
 _UNTRACED: Mapping[str, str] = {}
 
 
+@dataclass(slots=True, eq=False)
 class _Stream:
-    """A stream that may move, and its recent TPOT."""
+    """A stream that may move, and its recent TPOT. ``stays``: no other replica took it when the
+    controller was last asked."""
 
-    __slots__ = ("_at_s", "_tokens", "answer", "attempt", "place", "stays", "token_s")
-
-    def __init__(self, attempt: Attempt, answer: Answer) -> None:
-        self.attempt = attempt
-        self.answer = answer
-        self.place = attempt.place or ""
-        self.stays = False
-        """No other replica took it when the controller was last asked."""
-        self.token_s = 0.0
-        self._tokens, self._at_s = 0, 0.0
+    attempt: Attempt
+    answer: Answer
+    place: str
+    stays: bool = False
+    token_s: float = 0.0
+    tokens: int = 0
+    at_s: float = 0.0
 
     @property
     def may_move(self) -> bool:
@@ -128,12 +127,12 @@ class _Stream:
     def measure(self) -> None:
         """Take its TPOT since the last call, if enough tokens came."""
         clock = self.answer.clock
-        new, last_s = clock.tokens - self._tokens, clock.last_token_s
-        if last_s is None or (self._tokens and new < LEAST_PACE_TOKENS):
+        new, last_s = clock.tokens - self.tokens, clock.last_token_s
+        if last_s is None or (self.tokens and new < LEAST_PACE_TOKENS):
             return
-        if self._tokens:
-            self.token_s = (last_s - self._at_s) / new
-        self._tokens, self._at_s = clock.tokens, last_s
+        if self.tokens:
+            self.token_s = (last_s - self.at_s) / new
+        self.tokens, self.at_s = clock.tokens, last_s
 
     def seen(self, now_s: float) -> RunningStream:
         """What the policy looks at."""
@@ -203,12 +202,13 @@ class Migrations:
 
     def _stream(self, attempt: Attempt, answer: Answer) -> _Stream | None:
         """An open attempt as a stream that may move; ``None`` if it is none."""
-        streams = attempt.opened and attempt.head.status == 200 and attempt.place
-        if not streams or attempt.head.media_type != EVENT_STREAM or answer.suspicion.suspected:
+        head = attempt.head
+        streams = attempt.opened and head.status == 200 and head.media_type == EVENT_STREAM
+        if not streams or attempt.place is None or answer.suspicion.suspected:
             return None
         if attempt not in self.streams:
             able = may_migrate(answer.call)
-            self.streams[attempt] = _Stream(attempt, answer) if able else None
+            self.streams[attempt] = _Stream(attempt, answer, attempt.place) if able else None
         return self.streams[attempt]
 
     def _move_some(self, place: str) -> None:

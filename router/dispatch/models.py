@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,37 +21,35 @@ from sluice.router.serve.contract import ReplicaFailedError, Replicas, error_of
 Value = TypeVar("Value")
 
 
+@dataclass(slots=True)
 class Recent(Generic[Value]):
     """An answer computed at most once in ``ttl_s`` seconds and one at a time, for all callers.
 
     A cancelled caller does not cancel it: callers that come and leave would start it each time."""
 
-    def __init__(
-        self, make: Callable[[], Awaitable[Value]], ttl_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._make = make
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._task: asyncio.Task[Value] | None = None
-        self._made_s = -inf
+    make: Callable[[], Awaitable[Value]]
+    ttl_s: float
+    clock: Callable[[], float]
+    task: asyncio.Task[Value] | None = None
+    made_s: float = -inf
 
     async def get(self) -> Value:
         """An answer that is at most ``ttl_s`` old."""
-        task = self._task
-        if task is None or (task.done() and self._clock() - self._made_s >= self._ttl_s):
-            task = self._task = asyncio.create_task(self._run())
+        task = self.task
+        if task is None or (task.done() and self.clock() - self.made_s >= self.ttl_s):
+            task = self.task = asyncio.create_task(self._run())
             task.add_done_callback(retrieved)
         return await asyncio.shield(task)
 
     def drop(self) -> None:
         """Something changed: later calls get a new answer."""
-        self._task = None
+        self.task = None
 
     async def _run(self) -> Value:
         try:
-            return await self._make()
+            return await self.make()
         finally:
-            self._made_s = self._clock()
+            self.made_s = self.clock()
 
 
 _log = logging.getLogger(__name__)

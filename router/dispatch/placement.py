@@ -52,36 +52,36 @@ def may_wait(decision: RouteDecision) -> bool:
     return decision.reason == UNATTAINABLE and decision.retry_after_s is not None
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """A request's slot in a queue. ``called``: it should ask, or has no time left. ``refused``: its
     last refusal, or the queue's before. ``late``: its deadline passes before ``limit_s`` seconds.
     """
 
-    def __init__(self, queue: AdmissionQueue, refused: RouteDecision | None) -> None:
-        self._queue = queue
-        self._expired = False
-        self.called = asyncio.Event()
-        self.answered = asyncio.Event()
-        self.refused = refused
-        self.limit_s = inf
-        self.late = False
+    queue: AdmissionQueue
+    refused: RouteDecision | None
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    expired: bool = False
+    limit_s: float = inf
+    late: bool = False
 
     async def wait(self) -> None:
         """Return when it should ask. Raises ApiError: 429; it is late, or has waited too long."""
         await self.called.wait()
-        if self._expired:
-            raise self._queue.timeout(self)
+        if self.expired:
+            raise self.queue.timeout(self)
         self.called.clear()
 
     def refuse(self, decision: RouteDecision) -> None:
         """The controller has refused the request once more: it waits on."""
-        self.refused = self._queue.refused = decision
+        self.refused = self.queue.refused = decision
         self.answered.set()
 
     async def expire(self, pause: Callable[[float], Awaitable[object]], left_s: float) -> None:
         """Run out of time after ``left_s`` seconds."""
         await pause(max(0.0, left_s))
-        self._expired = True
+        self.expired = True
         self.called.set()
 
 

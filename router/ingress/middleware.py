@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Final
 
@@ -59,42 +60,35 @@ _FALL: Final = 0.7
 _RISE: Final = 1.1
 
 
+@dataclass(slots=True)
 class RefusalRate:
     """Spaces out refusals: ``per_s`` a second, of which as many at once after a pause. Beyond
-    ``most`` waiting ones, refusals are sent without a wait. One per router process."""
+    ``most`` waiting ones, refusals are sent without a wait. ``held``: how many wait. One per router
+    process."""
 
-    def __init__(
-        self,
-        per_s: float,
-        most: int,
-        gauge: Gauge,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Pause = asyncio.sleep,
-    ) -> None:
-        self._gap_s = 1 / per_s
-        self._most = most
-        self._gauge = gauge
-        self._clock = clock
-        self._pause = pause
-        self._next_s = -inf
-        self.held = 0
-        """Number of waiting refusals."""
+    per_s: float
+    most: int
+    gauge: Gauge
+    clock: Callable[[], float] = time.monotonic
+    pause: Pause = asyncio.sleep
+    next_s: float = -inf
+    held: int = 0
 
     async def wait(self) -> None:
         """Return when the refusal may be sent, after :data:`MAX_HOLD_S` at the latest."""
-        now_s = self._clock()
-        turn_s = max(self._next_s, now_s - 1.0)
+        now_s = self.clock()
+        turn_s = max(self.next_s, now_s - 1.0)
         # The bound keeps a long overload from delaying refusals long after its end.
-        self._next_s = min(turn_s + self._gap_s, now_s + MAX_HOLD_S)
-        if turn_s <= now_s or self.held >= self._most:
+        self.next_s = min(turn_s + 1 / self.per_s, now_s + MAX_HOLD_S)
+        if turn_s <= now_s or self.held >= self.most:
             return
         self.held += 1
-        self._gauge.inc()
+        self.gauge.inc()
         try:
-            await self._pause(turn_s - now_s)
+            await self.pause(turn_s - now_s)
         finally:
             self.held -= 1
-            self._gauge.dec()
+            self.gauge.dec()
 
 
 class Shedder:

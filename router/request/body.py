@@ -145,28 +145,28 @@ class BodyBudget:
     held: int = 0
 
 
+@dataclass(slots=True)
 class HeldBytes:
     """The bytes of one body of ``client``, released at the end of the block."""
 
-    def __init__(self, budget: BodyBudget, client: Client) -> None:
-        self._budget = budget
-        self._client = client
-        self._size = 0
+    budget: BodyBudget
+    client: Client
+    size: int = 0
 
     def __enter__(self) -> HeldBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        budget, owner = self._budget, self._client.owner
-        budget.held -= self._size
-        budget.gauge.dec(self._size)
-        budget.of_client[owner] -= self._size
+        budget, owner = self.budget, self.client.owner
+        budget.held -= self.size
+        budget.gauge.dec(self.size)
+        budget.of_client[owner] -= self.size
         if not budget.of_client[owner]:
             del budget.of_client[owner]
 
     def add(self, size: int) -> None:
         """Count received bytes. Raises ApiError: 503, the budget; 429, the client's part."""
-        budget, client = self._budget, self._client
+        budget, client = self.budget, self.client
         left = budget.max_bytes - budget.held - size
         if left < 0:
             raise ApiError(
@@ -182,7 +182,7 @@ class HeldBytes:
                 f"This API key has request bodies of {own} bytes in the router, and {size} bytes "
                 f"more would leave too few of its {budget.max_bytes} bytes for other keys.",
             )
-        self._size += size
+        self.size += size
         budget.held += size
         budget.of_client[client.owner] += size
         budget.gauge.inc(size)

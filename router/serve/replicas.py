@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -90,109 +91,95 @@ def _failure_of(ending: Ending) -> ReplicaFailedError:
     return ReplicaFailedError(Reason.INTERNAL, "The replica failed.", retry=False)
 
 
+@dataclass(slots=True, eq=False)
 class ChannelStream:
-    """One call over a connection. It is its own iterator."""
+    """One call over a connection. It is its own iterator. ``unsaid``: cost of what was read and is
+    not reported yet. ``moved``: where it was sent again, with ``rest`` of the items."""
 
-    __slots__ = (
-        "_channel",
-        "_elsewhere",
-        "_failure",
-        "_items",
-        "_moved",
-        "_number",
-        "_over",
-        "_rest",
-        "_size",
-        "_unsaid",
-        "_waiter",
-        "responded",
-    )
-
-    def __init__(self, channel: Channel, number: int, elsewhere: Elsewhere | None) -> None:
-        self._channel = channel
-        self._number = number
-        self._elsewhere = elsewhere
-        self._moved: ReplicaStream | None = None
-        self._rest: AsyncIterator[Sequence[ResponseItem]] | None = None
-        self._items: list[ResponseItem] = []
-        self._size = 0
-        self._unsaid = 0
-        self._over = False
-        self._failure: ReplicaFailedError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.responded = False
+    channel: Channel
+    number: int
+    elsewhere: Elsewhere | None
+    moved: ReplicaStream | None = None
+    rest: AsyncIterator[Sequence[ResponseItem]] | None = None
+    items: list[ResponseItem] = field(default_factory=list)
+    size: int = 0
+    unsaid: int = 0
+    over: bool = False
+    failure: ReplicaFailedError | None = None
+    waiter: asyncio.Future[None] | None = None
+    responded: bool = False
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         return self
 
     async def __anext__(self) -> Sequence[ResponseItem]:
         """The items since the last call, or the next ones. Raises ReplicaFailedError."""
-        while not self._items:
-            if self._rest is not None:
-                return await anext(self._rest)
-            if self._failure is not None:
-                raise self._failure
-            if self._over:
+        while not self.items:
+            if self.rest is not None:
+                return await anext(self.rest)
+            if self.failure is not None:
+                raise self.failure
+            if self.over:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            self.waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await self.waiter
             finally:
-                self._waiter = None
-        items, self._items = self._items, []
-        self._unsaid += self._size
-        self._size = 0
-        if self._unsaid > WINDOW_BYTES // 2 and not self._over:
-            self._channel.send(_encode(Consumed(self._number, self._unsaid)))
-            self._unsaid = 0
+                self.waiter = None
+        items, self.items = self.items, []
+        self.unsaid += self.size
+        self.size = 0
+        if self.unsaid > WINDOW_BYTES // 2 and not self.over:
+            self.channel.send(_encode(Consumed(self.number, self.unsaid)))
+            self.unsaid = 0
         return items
 
     def cancel(self) -> None:
         """Stop the replica's work. Harmless after the end."""
-        if self._moved is not None:
-            self._moved.cancel()
-        elif not self._over:
-            self._over = True
-            self._channel.cancel(self._number)
+        if self.moved is not None:
+            self.moved.cancel()
+        elif not self.over:
+            self.over = True
+            self.channel.cancel(self.number)
 
     def take(self, delivery: Delivery) -> bool:
         """Store a delivery for the reader. Returns whether it was the response's last one."""
-        items = self._items
+        items = self.items
         self.responded = True
         if delivery.taken is not None:
             items.append(delivery.taken)
         if delivery.head is not None:
             items.append(delivery.head)
         if delivery.chunks:
-            self._size += cost(delivery.chunks)
+            self.size += cost(delivery.chunks)
             items += delivery.chunks
         if delivery.sent is not None:
             items.append(delivery.sent)
         if delivery.tail is not None:
             items.append(delivery.tail)
-            self._over = True
+            self.over = True
         elif delivery.ending is not None:
-            self._over = True
+            self.over = True
             if delivery.ending is not Ending.EARLY:
-                self._failure = _failure_of(delivery.ending)
+                self.failure = _failure_of(delivery.ending)
         self._wake()
-        return self._over
+        return self.over
 
     def lose(self, expected: bool) -> None:
         """The connection ended. A replica that had announced that it would leave has not started
         requests from which nothing has arrived; these are sent again."""
-        if expected and not self.responded and self._elsewhere is not None:
-            self._moved = self._elsewhere()
-            self._rest = self._moved.__aiter__()
+        if expected and not self.responded and self.elsewhere is not None:
+            self.moved = self.elsewhere()
+            self.rest = self.moved.__aiter__()
         else:
             message = "The replica could not be reached."
-            self._failure = ReplicaFailedError(Reason.REPLICA_FAILED, message, lost=True)
-        self._over = True
+            self.failure = ReplicaFailedError(Reason.REPLICA_FAILED, message, lost=True)
+        self.over = True
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Channel(Caller):
