@@ -32,10 +32,8 @@ from sluice.deploy.config import (
     check_model,
     engine_faults,
 )
-from sluice.deploy.leftovers import Cleaner
-from sluice.deploy.ray_start import apply, dead_process, start_ray
+from sluice.deploy.ray_start import apply, start_ray
 from sluice.replica.engine import ConfigurationError
-from sluice.replica.private_dir import make_private_dir
 from sluice.router.ingress.access import Access
 from sluice.router.ingress.http_server import Certificate
 
@@ -194,26 +192,6 @@ def own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-@contextmanager
-def running(
-    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
-) -> Iterator[None]:
-    """Serve ``config`` on a Ray instance of our own until the block ends. Raises StartError: it
-    cannot be served; StoppedError: ``stop`` was set before; RayEndedError: Ray has ended, which
-    sets ``stop``."""
-    check(config)
-    check_models(config)
-    local_dir = make_private_dir()
-    cleaner = Cleaner(local_dir)
-    try:
-        start_ray_for(config, local_dir, report)
-        with _stop_when_ray_ends(stop):
-            start_application(config, stop, report)
-            yield
-    finally:
-        _end_ray(cleaner, report)
-
-
 def check(config: SluiceConfig) -> None:
     """Refuse at once what would fail later: taken ports, missing files, parts that are for a
     cluster. :func:`check_models` takes longer. Raises StartError."""
@@ -254,48 +232,6 @@ def start_serve() -> None:
     from ray import serve
 
     serve.start(proxy_location="Disabled")
-
-
-@contextmanager
-def _stop_when_ray_ends(stop: threading.Event) -> Iterator[None]:
-    """Set ``stop`` once Ray has ended without being asked to."""
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(_POLL_S):
-            if dead_process() is not None:
-                stop.set()
-                return
-
-    thread = threading.Thread(target=watch, name="watch-ray", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _end_ray(cleaner: Cleaner, report: Callable[[str], None]) -> None:
-    """End Serve, Ray and every process of theirs, and remove their files. Raises RayEndedError."""
-    import ray
-
-    dead = dead_process()
-    if dead is not None:
-        cleaner.clean()
-        ray.shutdown()
-        raise RayEndedError(
-            f"Ray's process {dead} has ended, and nothing can be served without it: everything "
-            "was stopped; start again"
-        )
-    try:
-        # Without a Ray of our own Serve's shutdown would look for another one.
-        if ray.is_initialized():
-            report("stopping")
-            end_application()
-        ray.shutdown()
-    finally:
-        cleaner.clean()
 
 
 def drain_of(config: SluiceConfig) -> Callable[[float], None]:

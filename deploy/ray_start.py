@@ -142,9 +142,6 @@ cannot be set; the next try finds the files of its processes in memory."""
 _TOO_SLOW = ("timed out during startup", "Timed out waiting for file", "Failed to start GCS")
 """What Ray says where a process of it was not there in time."""
 
-VITAL = ("gcs_server", "raylet")
-"""Ray's processes without which it does not work, and which nothing starts again."""
-
 
 class RayTooSlowError(RuntimeError):
     """Ray did not start within its own time limits."""
@@ -197,13 +194,3 @@ def _end_idle_processes() -> None:
         ):
             if kind in node.all_processes:
                 node._kill_process_type(kind, check_alive=False, wait=True)
-
-
-def dead_process() -> str | None:
-    """The name of an ended process without which this process's Ray does not work; else
-    ``None``."""
-    import ray
-
-    node = ray._private.worker._global_node
-    ended = [] if node is None else [name for name, _ in node.dead_processes()]
-    return next((name for name in VITAL if name in ended), None)

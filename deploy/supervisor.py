@@ -22,7 +22,6 @@ from sluice.deploy.config import SluiceConfig
 from sluice.deploy.driver import Event
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
-from sluice.deploy.ray_start import VITAL
 from sluice.replica.private_dir import make_private_dir
 
 _POLL_S = 0.2
@@ -50,6 +49,9 @@ _TOO_SLOW = re.compile(
 )
 """Why the raylet ends by itself where the machine is too busy for its time limits, as its log has
 it. They cannot all be set."""
+
+_VITAL = ("gcs_server", "raylet")
+"""Ray's processes without which it does not work, and which nothing starts again."""
 
 _PARTS = re.compile(
     r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)"
@@ -121,7 +123,7 @@ class Supervised:
                 if message.event == "slow":
                     raise _TooSlowError(message.text)
                 if message.event == "failed":
-                    lost = [name for name in self._ended() if name in VITAL]
+                    lost = [name for name in self._ended() if name in _VITAL]
                     if lost:  # the rest follows from that
                         raise self._end_of(lost)
                     raise StartError(message.text)
@@ -142,9 +144,9 @@ class Supervised:
 
     def _patience_s(self, dead: list[str], ray_runs: bool) -> float:
         """How long the driver gets to say why these parts have ended."""
-        if not self._driver.is_alive() or (dead[0] in VITAL and ray_runs):
+        if not self._driver.is_alive() or (dead[0] in _VITAL and ray_runs):
             return 0.0
-        if dead[0] in VITAL and self._ray_gave_up():
+        if dead[0] in _VITAL and self._ray_gave_up():
             return 0.0
         return REASON_S + 1 if ray_runs else _REASON_OF_START_S
 
@@ -160,7 +162,7 @@ class Supervised:
     def wait(self, stop: StopSignals) -> None:
         """Return at a signal. Raises RayEndedError: a part has ended without which nothing can be
         served."""
-        vital = {pid: part for pid, part in self._parts.items() if part[1] in VITAL}
+        vital = {pid: part for pid, part in self._parts.items() if part[1] in _VITAL}
         self._parts = vital
         while not stop.wait(_POLL_S):
             dead = self._ended()
@@ -221,7 +223,7 @@ class Supervised:
     def _ended(self) -> list[str]:
         """The parts that have ended, Ray's own first."""
         ended = [name for process, name in self._parts.values() if not _runs(process)]
-        ended.sort(key=lambda name: VITAL.index(name) if name in VITAL else len(VITAL))
+        ended.sort(key=lambda name: _VITAL.index(name) if name in _VITAL else len(_VITAL))
         if not ended and not self._driver.is_alive():
             ended = ["the process that talks to Ray"]
         return ended
@@ -235,7 +237,7 @@ def _receive(driver: Connection, messages: queue.SimpleQueue[_Message]) -> None:
 
 def _part(process: psutil.Process) -> str | None:
     """The name of a part for people; ``None``: not one that a start needs."""
-    if process.name() in VITAL:
+    if process.name() in _VITAL:
         return process.name()
     found = _PARTS.match(" ".join(process.cmdline()[:3]))
     return found and next(filter(None, found.groups()))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import ray
 from ray import serve
 
 from sluice.controller.discovery import NAMESPACE
-from sluice.deploy.local import start_serve
+from sluice.deploy import local
+from sluice.deploy.config import SluiceConfig
+from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.ray_start import start_ray
+from sluice.replica.private_dir import make_private_dir
 
 
 class SharedRay:
@@ -27,7 +31,7 @@ class SharedRay:
         if not self._folder:
             self._folder = tempfile.mkdtemp(prefix="sluice-")
             _start(num_cpus=32, folder=self._folder)
-            start_serve()
+            local.start_serve()
 
     def clear(self) -> None:
         for name in serve.status().applications:
@@ -54,6 +58,25 @@ def own_ray(num_cpus: int) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def running(
+    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
+) -> Iterator[None]:
+    """Serve ``config`` until the block ends, on a Ray of this process with its environment."""
+    local.check(config)
+    local.check_models(config)
+    folder = make_private_dir()
+    cleaner = Cleaner(folder)
+    try:
+        local.start_ray_for(config, folder, report)
+        local.start_application(config, stop, report)
+        yield
+    finally:
+        if ray.is_initialized():
+            local.end_application()
+        cleaner.clean()
 
 
 def _start(num_cpus: int, folder: str) -> None:

@@ -30,11 +30,12 @@ from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.local import (
     LocalRun,
     StartError,
+    check,
     curl_line,
     local_runs,
     noted,
     own_sigterm,
-    running,
+    start_ray_for,
     stop_signals,
 )
 from sluice.deploy.ray_start import TUNED, free_port
@@ -133,12 +134,8 @@ def test_serve_says_when_the_port_is_taken() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         config = SluiceConfig.model_validate({"router": {"port": port}})
-        with (
-            pytest.raises(StartError, match=str(port)),
-            stop_signals() as stop,
-            running(config, stop, report=print),
-        ):
-            pytest.fail("it started")
+        with pytest.raises(StartError, match=str(port)):
+            check(config)
 
 
 def test_ray_s_handler_of_sigterm_does_not_stay() -> None:
@@ -209,7 +206,9 @@ def test_an_unknown_key_of_a_configuration_suggests_the_nearest(
 
 
 @pytest.mark.own_ray  # the Ray that tests share has ended: this process has joined none
-def test_a_start_that_fails_touches_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_touches_no_other_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever cluster the environment names, neither Ray nor Serve is asked to join it."""
     import ray
     from ray import serve
@@ -224,12 +223,8 @@ def test_a_start_that_fails_touches_no_other_cluster(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setattr(serve, "shutdown", lambda: asked.append("serve.shutdown"))
     config = SluiceConfig.model_validate({"router": {"port": free_port()}})
-    with (
-        pytest.raises(RuntimeError, match="no Ray today"),
-        stop_signals() as stop,
-        running(config, stop, report=print),
-    ):
-        pytest.fail("it started")
+    with pytest.raises(RuntimeError, match="no Ray today"):
+        start_ray_for(config, tmp_path, print)
     assert asked == ["local"]
 
 

@@ -17,10 +17,10 @@ from ray.serve.context import _get_global_client
 
 from sluice.controller.discovery import controller_actor_name
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import base_url, deploy, running
+from sluice.deploy.local import base_url, deploy
 from sluice.deploy.ray_start import free_port
 from sluice.scheduling.placement.cells import cell_of
-from tests.own_ray import shared_ray
+from tests.own_ray import running, shared_ray
 
 PATIENT = {"stale_after_s": 120}
 """Of a controller whose promises a test expects: reports come late on a busy machine."""
@@ -104,7 +104,7 @@ def system(fields: dict[str, Any]) -> Iterator[System]:
 
 @contextmanager
 def on_the_shared_ray(config: SluiceConfig, *_: object) -> Iterator[None]:
-    """What `sluice.deploy.local.running` does, on the Ray that tests share."""
+    """The same as ``running``, on the Ray that tests share."""
     shared_ray.start()
     try:
         deploy(config, threading.Event(), report=print)

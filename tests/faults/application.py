@@ -12,7 +12,8 @@ from rich.console import Console
 
 from sluice.benchmarks.live import systems
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import base_url, running, stop_signals
+from sluice.deploy.local import base_url, stop_signals
+from tests.own_ray import running
 
 
 class Application(NamedTuple):
