@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,30 +70,16 @@ class _Section(NamedTuple):
 
 class _Kind(NamedTuple):
     folder: str
-    registered: dict[str, type[Policy]]
+    registered: Mapping[str, type[Policy]]
     setting: str
-    options: str
+    """The field that names the policy; that of its options ends in ``_options``."""
 
 
 KINDS = {
-    "batch": _Kind(
-        "batching", dict(batching.POLICIES.own), "engine.policy", "engine.policy_options"
-    ),
-    "routing": _Kind(
-        "routing", dict(routing.POLICIES.own), "controller.policy", "controller.policy_options"
-    ),
-    "admission": _Kind(
-        "admission",
-        dict(admission.POLICIES.own),
-        "controller.admission",
-        "controller.admission_options",
-    ),
-    "autoscaling": _Kind(
-        "autoscaling",
-        dict(autoscaling.POLICIES.own),
-        "replica.autoscaling.policy",
-        "replica.autoscaling.policy_options",
-    ),
+    "batch": _Kind("batching", batching.POLICIES.own, "engine.policy"),
+    "routing": _Kind("routing", routing.POLICIES.own, "controller.policy"),
+    "admission": _Kind("admission", admission.POLICIES.own, "controller.admission"),
+    "autoscaling": _Kind("autoscaling", autoscaling.POLICIES.own, "replica.autoscaling.policy"),
 }
 """The kinds of policies with a page each, as ``sluice policies`` names the kinds."""
 
@@ -126,7 +112,7 @@ def policy_facts(kind: str, name: str) -> str:
     options = ["- It has no options."]
     table = []
     if schema.get("properties"):
-        options = [f"- Options, under `{about.options}`: see the table."]
+        options = [f"- Options, under `{about.setting}_options`: see the table."]
         table = [
             "",
             "| option | type | default | allowed | meaning |",

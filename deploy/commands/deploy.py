@@ -233,7 +233,14 @@ def state_of(server: JsonServer, name: str) -> ApplicationState | None:
         found.status,
         next((line for line in map(_last_line, messages) if line), ""),
         found.last_deployed_time_s,
-        {name: _part(each) for name, each in found.deployments.items()},
+        {
+            name: Part(
+                sum(replica.state == RUNNING for replica in each.replicas),
+                each.target_num_replicas,
+                each.status,
+            )
+            for name, each in found.deployments.items()
+        },
         _addresses(found),
     )
 
@@ -244,11 +251,6 @@ def _serve_of(server: JsonServer) -> _Serve:
         return _Serve.model_validate(server.ask("GET", PATH))
     except ValidationError:
         raise AnswerError(200, "this is not Serve's state: is it the dashboard of Ray?") from None
-
-
-def _part(deployment: _Deployment) -> Part:
-    running = sum(each.state == RUNNING for each in deployment.replicas)
-    return Part(running, deployment.target_num_replicas, deployment.status)
 
 
 def _addresses(application: _Application) -> tuple[str, ...]:
@@ -352,7 +354,13 @@ def deploy(
     if is_loopback(config.router.host):
         err.print("only the nodes themselves reach it, unless router.host is 0.0.0.0", markup=False)
     if as_json:
-        click.echo(json.dumps({"name": config.name, **_plain(state)}, indent=2))
+        shown = {
+            "name": config.name,
+            "status": state.status,
+            "addresses": list(state.addresses),
+            "deployments": {name: part._asdict() for name, part in state.parts.items()},
+        }
+        click.echo(json.dumps(shown, indent=2))
         return
     click.echo(f"{config.name} runs: {state.progress}")
     for each in state.addresses:
@@ -411,11 +419,3 @@ def _wait(
                 f"check with `serve status --address {address}`, or give a longer --timeout",
             )
         time.sleep(POLL_S)
-
-
-def _plain(state: ApplicationState) -> dict[str, object]:
-    return {
-        "status": state.status,
-        "addresses": list(state.addresses),
-        "deployments": {name: part._asdict() for name, part in state.parts.items()},
-    }
