@@ -17,14 +17,6 @@ from sluice.deploy.ray_start import free_port
 from sluice.replica.config import EngineConfig, TransferConfig
 
 
-def test_defaults_are_the_documented_system() -> None:
-    config = load_config(None)
-    assert config.engine.kind == "vllm"
-    assert config.replica.count == 2
-    assert (config.router.host, config.router.port) == ("127.0.0.1", 8000)
-    assert set(config.router.classes) == {"interactive", "standard", "batch"}
-
-
 def test_flags_lie_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "sluice.yaml"
     path.write_text("engine: {model: mine, policy: fcfs}\nreplica: {count: 3}\n")
@@ -130,9 +122,9 @@ def test_a_damaged_file_is_refused_by_name_or_is_a_configuration(
     try:
         load_config(path)
     except ValueError as error:
-        told = str(error)
-        assert told.startswith((str(path), "the configuration is not valid:\n"))
-        assert KEY not in told
+        message = str(error)
+        assert message.startswith((str(path), "the configuration is not valid:\n"))
+        assert KEY not in message
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -169,6 +161,8 @@ def test_without_models_the_sections_are_the_one_model() -> None:
     assert (fleet.model, fleet.key, fleet.config.replica.count) == ("mine", None, 4)
     assert fleet.config.controller == config.controller
     assert deployment_name(fleet.key) == "Replica"
+    (pool,) = fleet.pools
+    assert (pool.role, pool.engine, pool.replica) == ("mixed", config.engine, config.replica)
 
 
 def test_an_entry_takes_what_it_leaves_out_from_the_shared_sections() -> None:
@@ -209,13 +203,11 @@ def test_options_of_another_policy_are_left_behind() -> None:
         {"controller": {"admission": "none"}, "models": {"a": {"controller": {"admission": "pab"}}}}
     )
     assert kept.fleets[0].config.controller.admission == "pab"
-
-
-def test_what_is_printed_is_read_as_the_same() -> None:
-    config = parse_config({"replica": {"count": 2}, "models": {"a": {"replica": {"count": 1}}}})
-    assert parse_config(config.model_dump(mode="json")) == config
-    built = SluiceConfig(models={"a": ModelConfig(engine=EngineConfig(policy="edf"))})
-    assert built.fleets[0].config.engine.policy == "edf"
+    chosen = {"policy": "slidebatching", "policy_options": {"gamma": 1.0}}
+    pools = {"prefill": {"engine": {"policy": "edf"}}, "decode": {}}
+    prefill, decode = parse_config({"engine": chosen, "replica": {"pools": pools}}).fleets[0].pools
+    assert (prefill.engine.policy, prefill.engine.policy_options) == ("edf", {})
+    assert decode.engine.policy_options == {"gamma": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -281,12 +273,6 @@ PREEMPTIVE = {"transfer": TCP, **PREEMPTIVE_POOL}
 
 def with_pools(engine: dict[str, Any] | None = None, **pools: Any) -> dict[str, Any]:
     return {"engine": {"kind": "simulated", **(engine or {})}, "replica": {"pools": pools}}
-
-
-def test_without_pools_there_is_one_of_mixed_replicas() -> None:
-    config = parse_config({"replica": {"count": 3}})
-    ((pool,),) = [fleet.pools for fleet in config.fleets]
-    assert (pool.role, pool.engine, pool.replica) == ("mixed", config.engine, config.replica)
 
 
 def test_roles_and_replicas_from_zero_have_one_cell() -> None:
@@ -386,17 +372,6 @@ def test_prefills_can_be_preempted_in_the_pool_that_only_sends_kv() -> None:
     assert [each.engine.preemption for each in (prefill, decode)] == [True, False]
 
 
-def test_options_of_another_policy_do_not_reach_a_pool() -> None:
-    chosen = {"policy": "slidebatching", "policy_options": {"gamma": 1.0}}
-    prefill, decode = (
-        parse_config(with_pools(chosen, prefill={"engine": {"policy": "edf"}}, decode={}))
-        .fleets[0]
-        .pools
-    )
-    assert (prefill.engine.policy, prefill.engine.policy_options) == ("edf", {})
-    assert decode.engine.policy_options == {"gamma": 1.0}
-
-
 def test_a_model_says_its_number_of_replicas_in_its_own_way() -> None:
     numbered = {"replica": {"count": 4}, "models": {"a": {"replica": {"pools": PAIR}}, "b": None}}
     a, b = parse_config(numbered).fleets
@@ -408,8 +383,11 @@ def test_a_model_says_its_number_of_replicas_in_its_own_way() -> None:
     assert [pool.role for pool in b.pools] == ["prefill", "decode"]
 
 
-def test_what_is_printed_is_read_as_the_same_of_pools() -> None:
+def test_what_is_printed_is_read_as_the_same() -> None:
+    built = SluiceConfig(models={"a": ModelConfig(engine=EngineConfig(policy="edf"))})
+    assert built.fleets[0].config.engine.policy == "edf"
     for data in (
+        {"replica": {"count": 2}, "models": {"a": {"replica": {"count": 1}}}},
         with_pools(**PAIR),
         with_pools(mixed={"count": 3}, **PAIR),
         with_pools(mixed={"count": 3}, slow={"role": "mixed", "count": 2}),
