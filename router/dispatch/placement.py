@@ -144,10 +144,10 @@ class AdmissionQueue:
         """The error of a request whose time has run out."""
         if slot.late:
             reason = Reason.DEADLINE_PASSED
-            message = "The SLO's deadline passed before a replica could guarantee it."
+            message = "The SLO's deadline passed before a replica could promise it."
         else:
             reason = Reason.QUEUE_TIMEOUT
-            message = f"No replica could guarantee this SLO within {slot.limit_s:g} seconds."
+            message = f"No replica could promise this SLO within {slot.limit_s:g} seconds."
         return ApiError(reason, message, retry_after_s=_retry_after_s(slot.refused))
 
     def _check_room(self, client: Client) -> None:
