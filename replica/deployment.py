@@ -155,10 +155,8 @@ _PLAIN = TelemetryConfig()
 
 
 class ReplicaServer:
-    """One replica in Serve, known everywhere by its Serve replica's unique id.
-
-    Raises ConfigurationError: the engine cannot run with its configuration. Raises EngineDeadError:
-    the engine could not start."""
+    """One replica in Serve, known everywhere by its Serve replica's unique id. Raises
+    ConfigurationError. Raises EngineDeadError: the engine could not start."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -252,9 +250,8 @@ class ReplicaServer:
         await self._ranks.abort(request_id)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The load of this replica's pool for Serve's autoscaling. Only the first few replicas
-        report it, and none while the controller does not answer, so the number of replicas stays
-        unchanged."""
+        """The load of this replica's pool for Serve's autoscaling, from the first few replicas
+        only. Without an answer of the controller there is none, so the number of replicas stays."""
         rank = serve.get_replica_context().rank
         if rank is not None and rank.rank >= 3:
             return {}

@@ -1,8 +1,6 @@
-"""Whether vLLM takes an engine's configuration, in seconds: ``python -m sluice.replica.dry_run
-PID``.
-
-Reads a JSON list of objects with ``engine``, ``role`` and ``here``; writes a list of reasons or
-nulls. A process of its own, since vLLM reads its environment once."""
+"""Whether vLLM takes engines' configurations: ``python -m sluice.replica.dry_run PID``. Reads a
+JSON list of objects with ``engine``, ``role`` and ``here``; writes one of reasons or nulls. A
+process of its own, since vLLM reads its environment once."""
 
 from __future__ import annotations
 
@@ -33,9 +31,8 @@ _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
-    """Why vLLM refuses this configuration, without loading it; ``None``: it does not. Only the
-    arguments are checked unless it would run ``here``, and less where its model is not on this
-    machine."""
+    """Why vLLM refuses this configuration, without loading it; ``None``: it does not. Only
+    arguments are checked unless it would run ``here``, and less where its model is elsewhere."""
     if not here:
         try:
             check_arguments(engine.vllm_args)

@@ -16,9 +16,8 @@ from sluice.scheduling.roles import ROLES, Role
 
 
 def resources(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> dict[str, Any]:
-    """Serve's options for a deployment whose replicas have ``gpus`` GPUs each. All are the actor's,
-    except with vLLM's executor for Ray: then each worker has a bundle, and the replica is in the
-    first."""
+    """Serve's options for replicas with ``gpus`` GPUs each. All are the actor's, except with vLLM's
+    executor for Ray: then each worker has a bundle, and the replica is in the first."""
     actor: dict[str, Any] = {"num_cpus": replica.num_cpus, "num_gpus": gpus}
     labels = dict(replica.node_labels)
     if not (gpus and on_ray(engine.vllm_args)):

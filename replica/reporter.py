@@ -147,7 +147,7 @@ class Reporter:
         self._epoch: int | None = None
         self._seq = 0
         self._sent_s = float("-inf")
-        self._lost = 0
+        self.lost = 0  # Unanswered reports
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -155,11 +155,6 @@ class Reporter:
     def registered(self) -> bool:
         """Whether the controller acknowledged the last report."""
         return self._epoch is not None
-
-    @property
-    def lost(self) -> int:
-        """Number of unanswered reports."""
-        return self._lost
 
     def finished(self, key: int) -> None:
         """A request ended; the next report says so."""
@@ -320,4 +315,4 @@ class Reporter:
 
     def _no_answer(self) -> None:
         self._epoch = None
-        self._lost += 1
+        self.lost += 1

@@ -94,9 +94,9 @@ class Watchdog:
         waits_s = self._engine.waits_since_s()
         if self._still_since_s is not None:
             if stepped_s > before_s:
-                self._moves("it has made a step")
+                self._recovered("it has made a step")
             elif waits_s is None and self._pulse is None:
-                self._pulse = asyncio.create_task(self._ask(), name="pulse")
+                self._pulse = asyncio.create_task(self._probe(), name="pulse")
         elif waits_s is not None:
             since_s = max(waits_s, stepped_s, self._not_before_s)
             if now_s - since_s > self._patience_s():
@@ -132,17 +132,17 @@ class Watchdog:
             return max(REPLACED_AFTER_S, patience_s)
         return patience_s
 
-    async def _ask(self) -> None:
+    async def _probe(self) -> None:
         try:
             await self._engine.pulse()
             self._not_before_s = self._clock()
-            self._moves("its loop runs")
+            self._recovered("its loop runs")
         except Exception:
             logger.warning("the stalled engine did not answer", exc_info=True)
         finally:
             self._pulse = None
 
-    def _moves(self, sign: str) -> None:
+    def _recovered(self, sign: str) -> None:
         logger.warning("engine recovered: %s", sign)
         self._still_since_s = None
         if self._pulse is not None and self._pulse is not asyncio.current_task():

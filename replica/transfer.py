@@ -346,9 +346,8 @@ _TICK_S = 1.0  # Interval of dropping expired KV while there are no connections
 
 
 class TransferServer:
-    """Answers questions for KV in threads of its own; any but a client with a handle gets an error
-    without further information. ``timeout_s``: max seconds to send one prompt's KV. Raises OSError:
-    it cannot listen on ``host``."""
+    """Answers questions for KV in threads of its own; without a handle with an error only.
+    ``timeout_s``: to send one prompt's KV. Raises OSError: it cannot listen on ``host``."""
 
     def __init__(self, store: KeptPrompts, layout: bytes, host: str, timeout_s: float) -> None:
         if len(layout) != LAYOUT_BYTES:

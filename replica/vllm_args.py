@@ -6,73 +6,54 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_NOT_SERVED = "Sluice does not serve it"
-_ONE_NODE = "the ranks of a replica are on its node; data-parallel-size is how many"
-_TLS = "set router.tls"
-
 _INSTEAD: Mapping[str, str] = {
-    "additional-config": "Sluice sets it",
-    "allow-credentials": "set router.cors_origins",
-    "allowed-headers": "set router.cors_origins",
-    "allowed-methods": "set router.cors_origins",
-    "allowed-origins": "set router.cors_origins",
-    "api-key": "set router.api_keys or router.api_keys_file",
-    "api-server-count": "set router.replicas",
-    "cohere-is-reasoning-model": _NOT_SERVED,
-    "config": "write its arguments into vllm_args",
-    "data-parallel-address": _ONE_NODE,
-    "data-parallel-backend": _ONE_NODE,
-    "data-parallel-external-lb": _ONE_NODE,
-    "data-parallel-hybrid-lb": _ONE_NODE,
-    "data-parallel-multi-port-external-lb": _ONE_NODE,
-    "data-parallel-rank": _ONE_NODE,
-    "data-parallel-rpc-port": _ONE_NODE,
-    "data-parallel-size-local": _ONE_NODE,
-    "data-parallel-start-rank": _ONE_NODE,
-    "data-parallel-supervisor-port": _ONE_NODE,
-    "disable-access-log-for-endpoints": "set telemetry.logs",
-    "disable-fastapi-docs": "Sluice serves its own OpenAPI document",
-    "disable-log-stats": "Sluice sets it",
-    "disable-uvicorn-access-log": "set telemetry.logs",
-    "dp-supervisor-probe-failure-threshold": _ONE_NODE,
-    "dp-supervisor-probe-interval-s": _ONE_NODE,
-    "dp-supervisor-probe-timeout-s": _ONE_NODE,
-    "enable-offline-docs": "Sluice serves its own OpenAPI document",
-    "enable-per-request-metrics": "answers have their times in x-sluice headers and in the usage",
-    "enable-request-id-headers": "every answer has x-request-id",
-    "enable-scale-out": _NOT_SERVED,
-    "enable-server-load-tracking": "/metrics and `sluice top` show the load",
-    "enable-ssl-refresh": _TLS,
-    "enable-tokenizer-info-endpoint": _NOT_SERVED,
-    "grpc": _NOT_SERVED,
-    "grpc-port": _NOT_SERVED,
-    "h11-max-header-count": "the router has its own bounds",
-    "h11-max-incomplete-event-size": "set router.max_body_bytes",
-    "headless": _ONE_NODE,
-    "host": "set router.host",
-    "middleware": "put a proxy before Sluice",
-    "model": "set engine.model",
-    "model-tag": "set engine.model",
-    "nnodes": "distributed-executor-backend: ray spreads workers over nodes",
-    "node-rank": "distributed-executor-backend: ray spreads workers over nodes",
-    "port": "set router.port",
-    "root-path": "have the proxy in front of Sluice remove the prefix",
-    "scheduler-cls": "set engine.policy",
-    "scheduling-policy": "set engine.policy",
-    "served-model-name": "set engine.served_model_name",
-    "shutdown-timeout": "set replica.drain_timeout_s",
-    "spec-method": "use speculative-config",
-    "spec-model": "use speculative-config",
-    "spec-tokens": "use speculative-config",
-    "sse-keep-alive-interval": _NOT_SERVED,
-    "ssl-ca-certs": _TLS,
-    "ssl-cert-reqs": _TLS,
-    "ssl-certfile": _TLS,
-    "ssl-ciphers": _TLS,
-    "ssl-keyfile": _TLS,
-    "tokens-only": _NOT_SERVED,
-    "uds": "set router.host and router.port",
-    "uvicorn-log-level": "set telemetry.logs",
+    name: instead
+    for instead, names in {
+        "Sluice sets it": "additional-config disable-log-stats",
+        "set router.cors_origins": (
+            "allow-credentials allowed-headers allowed-methods allowed-origins"
+        ),
+        "set router.api_keys or router.api_keys_file": "api-key",
+        "set router.replicas": "api-server-count",
+        "Sluice does not serve it": (
+            "cohere-is-reasoning-model enable-scale-out enable-tokenizer-info-endpoint grpc "
+            "grpc-port sse-keep-alive-interval tokens-only"
+        ),
+        "write its arguments into vllm_args": "config",
+        "the ranks of a replica are on its node; data-parallel-size is how many": (
+            "data-parallel-address data-parallel-backend data-parallel-external-lb "
+            "data-parallel-hybrid-lb data-parallel-multi-port-external-lb data-parallel-rank "
+            "data-parallel-rpc-port data-parallel-size-local data-parallel-start-rank "
+            "data-parallel-supervisor-port dp-supervisor-probe-failure-threshold "
+            "dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s headless"
+        ),
+        "set telemetry.logs": (
+            "disable-access-log-for-endpoints disable-uvicorn-access-log uvicorn-log-level"
+        ),
+        "Sluice serves its own OpenAPI document": "disable-fastapi-docs enable-offline-docs",
+        "answers have their times in x-sluice headers and in the usage": (
+            "enable-per-request-metrics"
+        ),
+        "every answer has x-request-id": "enable-request-id-headers",
+        "/metrics and `sluice top` show the load": "enable-server-load-tracking",
+        "set router.tls": (
+            "enable-ssl-refresh ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile"
+        ),
+        "the router has its own bounds": "h11-max-header-count",
+        "set router.max_body_bytes": "h11-max-incomplete-event-size",
+        "set router.host": "host",
+        "put a proxy before Sluice": "middleware",
+        "set engine.model": "model model-tag",
+        "distributed-executor-backend: ray spreads workers over nodes": "nnodes node-rank",
+        "set router.port": "port",
+        "have the proxy in front of Sluice remove the prefix": "root-path",
+        "set engine.policy": "scheduler-cls scheduling-policy",
+        "set engine.served_model_name": "served-model-name",
+        "set replica.drain_timeout_s": "shutdown-timeout",
+        "use speculative-config": "spec-method spec-model spec-tokens",
+        "set router.host and router.port": "uds",
+    }.items()
+    for name in names.split()
 }
 """vLLM's arguments that Sluice sets or does not run, and what to do instead."""
 

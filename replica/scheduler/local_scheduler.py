@@ -174,8 +174,8 @@ def spare_tokens(
     before: Iterable[tuple[float, float]], start_s: float, latency: LatencyModel, stages: int
 ) -> int:
     """Most tokens of a batch that begins at ``start_s`` in a pipeline without delaying others'
-    TPOT; it may be as long as the shortest batch in flight. ``before``: of each, ``next_start_s``
-    and the seconds that it takes."""
+    TPOT, or for the shortest time in flight. ``before``: of each batch, ``next_start_s`` and its
+    seconds."""
     longest_s = min(
         (max(stages * (next_s - start_s), seconds) for next_s, seconds in before), default=inf
     )
@@ -195,11 +195,9 @@ class RunningStages:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A live request, beyond what its engine knows of it; one API call can be several.
-
-    To a policy each stage is a request, whose prompt includes the ``begun`` tokens of output before
-    it. ``slo`` and ``arrival_s`` are the current stage's. ``expected_tokens`` is for the whole
-    output, nan if unknown."""
+    """A live request, beyond what its engine knows of it; one API call can be several. To a policy
+    each stage is a request, whose prompt includes the ``begun`` tokens of output before it; ``slo``
+    and ``arrival_s`` are its. ``expected_tokens`` is for the whole output, nan if unknown."""
 
     name: str
     args: RequestArgs
@@ -234,10 +232,9 @@ def end_among(token_ids: Sequence[int], ends: frozenset[int]) -> int:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A batch that the engine is running.
-
-    ``parts_s``: fixed part and work of its uncorrected prediction. ``checked``: drafted tokens
-    among its own, by request. ``drafted``: most that a draft model drafts for one request."""
+    """A batch that the engine is running. ``parts_s``: fixed part and work of its uncorrected
+    prediction. ``checked``: drafted tokens among its own, by request; ``drafted``: most of one
+    request."""
 
     started_s: float
     plan: BatchPlan
@@ -251,10 +248,9 @@ class StepInFlight:
 
 
 class LocalScheduler:
-    """Policy, latency model with its correction, and state table of one engine. Not thread-safe.
-
-    For each batch: ``plan``, ``begin_step`` with what the engine will really run, ``end_step``.
-    Batches end in the order in which they began. ``model`` includes correction and headroom."""
+    """Policy, corrected latency model and state table of one engine. Not thread-safe. For each
+    batch: ``plan``, ``begin_step`` with what the engine will really run, ``end_step``, in this
+    order."""
 
     def __init__(
         self,
@@ -429,8 +425,7 @@ class LocalScheduler:
         fetched: Collection[str] = (),
     ) -> StepInFlight:
         """The engine starts a batch; one planned empty that is empty is no step. ``ran``: id, new
-        tokens, and computed tokens before; ``fetched``: planned requests whose KV is fetched
-        first."""
+        tokens, computed tokens before; ``fetched``: planned requests whose KV is fetched first."""
         self.counts["preemptions"] += len(preempted)
         ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
         work = StepSample.of_arrays(np.array(tokens), np.array(computed), drafted or 0)
@@ -466,9 +461,9 @@ class LocalScheduler:
         cpu_s: float = 0.0,
         next_begins_s: float = 0.0,
     ) -> None:
-        """The engine finished ``step``: learn its time, unless it was ``disturbed`` by other work
-        of the engine, and publish the state. ``cpu_s``: of this thread; ``next_begins_s``: at the
-        earliest now."""
+        """The engine finished ``step``: publish the state, and learn its time, unless other work of
+        the engine ``disturbed`` it. ``cpu_s``: of this thread; ``next_begins_s``: at the earliest
+        now."""
         computed = step.work.new_tokens > 0
         drafting_s = self._draft_time.seconds * (step.drafted or 0)
         predicted_s = self._correction.predicted_s(*step.parts_s) + drafting_s

@@ -28,9 +28,8 @@ _MEMORY = 0.98
 
 
 def with_all_lengths(given: Any) -> dict[str, Any]:
-    """vLLM's ``speculative-config`` with every length from 0 to the max, so that vLLM is prepared
-    for each; which batch size has which length does not matter. Raises ValueError: ``given`` is
-    wrong."""
+    """vLLM's ``speculative-config`` with every length up to the max, so that vLLM is prepared for
+    each; which batch size has which does not matter. Raises ValueError: ``given`` is wrong."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

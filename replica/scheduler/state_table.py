@@ -288,9 +288,9 @@ class StateTable:
     # Methods of readers.
 
     def read(self) -> EngineState:
-        """A consistent copy of all live rows and the summary. ``O(capacity)``, microseconds; it
-        blocks its thread for 20 ms at most. Raises RuntimeError: the writer stopped within a write
-        for that long, as it is dead or lost its core: call again to be sure."""
+        """A consistent copy of all live rows and the summary, in microseconds or 20 ms at most.
+        Raises RuntimeError: the writer stopped within a write for that long, dead or without a
+        core."""
         for attempt in range(30):
             before = int(self._sequence[0])
             if before % 2 == 0:

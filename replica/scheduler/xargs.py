@@ -1,6 +1,5 @@
 """How a request's SLO travels through vLLM: keys in ``SamplingParams.extra_args``, which vLLM's
-OpenAI layer takes as ``vllm_xargs`` (strings and numbers only) and hands to the scheduler
-unchanged."""
+OpenAI layer takes as ``vllm_xargs`` (strings and numbers) and hands to the scheduler."""
 
 from __future__ import annotations
 

@@ -35,9 +35,8 @@ Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class DirectoryAdapters:
-    """Keeps the adapters of one engine as its directory has them; all on its event loop. ``taken``:
-    names that adapters must not have; ``in_use``: whether a request is live for which ``ensure``
-    returned this number."""
+    """Keeps an engine's adapters as its directory has them. ``taken``: names that they must not
+    have; ``in_use``: whether a request is live for which ``ensure`` returned this number."""
 
     def __init__(
         self,

@@ -72,8 +72,7 @@ async def repeat(
     processor: Any, request: Any, queue: Any, resume: Resume, max_model_tokens: int
 ) -> list[Any]:
     """Repeat the outputs in ``resume``, yielding to the event loop in between. If they are the
-    whole output, or the request was aborted meanwhile, ``processor`` has forgotten it
-    afterwards."""
+    whole output, or the request was aborted, ``processor`` has forgotten it afterwards."""
     outputs: list[Any] = []
     end = 0
     for number, tokens in enumerate(filter(None, resume.chunks), 1):
@@ -216,8 +215,7 @@ class ApiCall:
 
     def chunks(self, event: bytes) -> list[ResponseChunk]:
         """``event`` with the tokens since the last one. If chunks carry ids or times, each engine
-        output is a chunk: another engine repeats them in these steps, and a stage may end without
-        an event."""
+        output is one: another engine repeats these steps, and a stage may end without an event."""
         tokens, self.unsent_tokens = self.unsent_tokens, 0
         groups, self.unsent_groups = self.unsent_groups, []
         reasoned, self.unsent_reasoned = self.unsent_reasoned, 0

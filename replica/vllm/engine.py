@@ -192,9 +192,9 @@ _IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
 class VllmEngine:
-    """The engine with vLLM. ``cpu_core``: to pin it to, if it computes on CPUs and
-    ``config.pin_cpu`` is set; ``traced``: keep the times for spans, at some cost per step. Raises
-    ValueError: an argument is unknown or only for Sluice."""
+    """The engine with vLLM. ``cpu_core``: to pin it to, with ``config.pin_cpu`` on CPUs;
+    ``traced``: keep times for spans. Raises ValueError: an argument is unknown or only for Sluice.
+    """
 
     def __init__(
         self,
@@ -291,21 +291,17 @@ class VllmEngine:
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:
         vllm_config = self._llm.vllm_config
-        scheduler = vllm_config.scheduler_config
-        max_model_tokens = vllm_config.model_config.max_model_len
-        blocks = vllm_config.cache_config.num_gpu_blocks
-        block_tokens = vllm_config.cache_config.block_size
         profile = explicit or await latency_profile(self._llm, self._table, self._config)
         self._table.set_model(profile.model.with_headroom(self._config.headroom))
         settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
         return EngineInfo(
             model=name,
             policy=self._config.policy,
-            max_model_tokens=max_model_tokens,
-            max_batch_tokens=scheduler.max_num_batched_tokens,
-            max_sequences=scheduler.max_num_seqs,
-            kv_blocks=blocks,
-            block_tokens=block_tokens,
+            max_model_tokens=vllm_config.model_config.max_model_len,
+            max_batch_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_sequences=vllm_config.scheduler_config.max_num_seqs,
+            kv_blocks=vllm_config.cache_config.num_gpu_blocks,
+            block_tokens=vllm_config.cache_config.block_size,
             profile=profile,
             preempts=self._config.preemption,
             policy_options=settings.make_policy().options.model_dump(mode="json"),
@@ -565,9 +561,8 @@ def _refusal(error: RequestError, endpoint: Endpoint) -> tuple[ResponseItem, ...
 
 
 class VllmRank(VllmEngine):
-    """Rank ``rank``, at least 1, of the engine ``first``, which launches vLLM for all: started
-    before this, stopped after it. Each rank is an engine whose requests name it, so vLLM's
-    balancing is not used."""
+    """Rank ``rank``, at least 1, of the engine ``first``, which launches vLLM for all and is
+    started before and stopped after it. Requests name a rank, so vLLM's balancing is not used."""
 
     def __init__(self, first: VllmEngine, rank: int) -> None:
         super().__init__(

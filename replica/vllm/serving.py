@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 class Serving(NamedTuple):
     """The serving layer of one endpoint. ``body`` makes vLLM's request, ``create`` its response
-    without HTTP. ``generates``: requests carry sampling parameters, and Sluice's arguments with
-    them."""
+    without HTTP. ``generates``: requests carry sampling parameters with Sluice's arguments."""
 
     body: TypeAdapter[Any]
     layer: Any

@@ -135,9 +135,8 @@ class Launched(NamedTuple):
 
 
 def prepare_environment(model: str, one_thread: bool, preemption: bool = False) -> None:
-    """Set the environment variables of vLLM and its libraries, for this process and the engine's.
-    With a path as ``model`` nothing is looked up on the network; ``preemption`` needs vLLM's first
-    model runner."""
+    """Set the environment of vLLM and its libraries, for this process and the engine's. With a path
+    as ``model`` no network is used; ``preemption`` needs vLLM's first model runner."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if SOCKETS_VARIABLE not in os.environ:
         # Set once for the process, as vLLM reads it once.
@@ -182,9 +181,9 @@ def parse_arguments(
     transfer: TransferConfig | None = None,
     role: Role = "mixed",
 ) -> Any:
-    """vLLM's parsed arguments, by option name without dashes. ``keep_times``: record when a request
-    is first scheduled. Raises UnsupportedVllmError. Raises ValueError: an argument is refused or
-    reserved."""
+    """vLLM's parsed arguments, by option name without dashes. ``keep_times``: record first
+    schedules. Raises UnsupportedVllmError. Raises ValueError: an argument is refused or reserved.
+    """
     from sluice.replica.vllm.support import check_vllm
 
     # Before anything else is imported of vLLM: what is missing is named, all at once.
@@ -309,9 +308,8 @@ def _reason(text: str) -> str:
 
 
 def engine_config(arguments: Any) -> Any:
-    """vLLM's configuration with these arguments; the engine's process checks it again, but only
-    logs its reasons. Raises UnsupportedVllmError. Raises ValueError: an impossible
-    configuration."""
+    """vLLM's configuration, checked here as the engine's process only logs its reasons. Raises
+    UnsupportedVllmError. Raises ValueError: an impossible configuration."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -346,10 +344,8 @@ def _fork_engines() -> None:
 
 async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     """Start the engine process and its serving layer. ``grammar_check_s``: CPU seconds of each
-    phase of a check; 0: no check.
-
-    Raises UnsupportedVllmError. Raises ValueError: an impossible configuration. Raises
-    RuntimeError: the engine process did not start."""
+    phase of a check; 0: no check. Raises as ``engine_config``, and RuntimeError: it did not start.
+    """
     from starlette.datastructures import State
     from vllm.usage.usage_lib import UsageContext
 

@@ -196,9 +196,8 @@ def second_queue_name() -> str:
 def check(
     user: str, versions: Versions, parts: Iterable[Part], version: str = vllm.__version__
 ) -> None:
-    """Check that ``user`` runs in this version; one newer than ``versions``, oldest to newest run,
-    or without a number gets a warning. Raises UnsupportedVllmError: it is older or lacks one of
-    ``parts``."""
+    """Check that ``user`` runs in this version; one newer than ``versions`` or without a number
+    gets a warning. Raises UnsupportedVllmError: it is older or lacks one of ``parts``."""
     oldest, newest = (".".join(map(str, each)) for each in versions)
     found = age(version, versions)
     if found == "older":

@@ -95,73 +95,55 @@ _SLO = SLO(service_class="profile")
 
 
 async def warm_up(engine: Engine, model: str, adapters: Sequence[str] = ()) -> None:
-    """Use each feature in a batch of its own, all in one, and each LoRA adapter. One that the
-    engine refuses is logged, as clients are refused, too. Raises EngineDeadError: the engine died
-    at the first use of a feature; the message names it."""
+    """Use each feature in a batch of its own, all in one, and each LoRA adapter; a refusal is
+    logged. Raises EngineDeadError: the engine died at the first use of the feature in the message.
+    """
     started_s = time.monotonic()
-    user = _User(engine, model)
-    features = {**SAMPLING_FEATURES, **STRUCTURED_FEATURES}
-    # A model that generates no text has no completions.
-    if await user.use("completions", {"prompt": _PROMPT, "max_tokens": 1}, "completions"):
-        for name, fields in features.items():
-            await user.use_together({name: fields}, _PAIR_TOKENS)
-        await user.use_together(features, _PAIR_TOKENS[:1])
-        for adapter in adapters:
-            short = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
-            await user.use("completions", short, f"the LoRA adapter {adapter}")
-    for endpoint, bodies in ENDPOINT_FEATURES.items():
-        for body in bodies:
-            await user.use(endpoint, body, endpoint)
-    logger.info(
-        "first use of %d features in %.1f s; refused: %s",
-        user.used,
-        time.monotonic() - started_s,
-        ", ".join(sorted(user.refused)) or "none",
-    )
+    used, refused = 0, set[str]()
 
-
-class _User:
-    """Sends the requests. ``used`` counts them, ``refused`` names features that were refused."""
-
-    def __init__(self, engine: Engine, model: str) -> None:
-        self.used = 0
-        self.refused: set[str] = set()
-        self._engine = engine
-        self._model = model
-
-    async def use_together(
-        self, features: Mapping[str, Mapping[str, Any]], output_tokens: Sequence[int]
-    ) -> None:
-        """Send a completion for each feature and number of output tokens, all at once."""
-        await asyncio.gather(
-            *(
-                self.use(
-                    "completions",
-                    {
-                        "prompt": _PROMPT,
-                        "max_tokens": tokens,
-                        "ignore_eos": name not in STRUCTURED_FEATURES,
-                        **fields,
-                    },
-                    name,
-                )
-                for tokens in output_tokens
-                for name, fields in features.items()
-            )
-        )
-
-    async def use(self, endpoint: Endpoint, body: Mapping[str, Any], name: str) -> bool:
+    async def use(endpoint: Endpoint, body: Mapping[str, Any], name: str) -> bool:
         """Send one request and read its answer; whether the engine served it."""
-        self.used += 1
-        request = EngineRequest(
-            f"warm-up-{self.used}", endpoint, {"model": self._model, **body}, _SLO
-        )
+        nonlocal used
+        used += 1
+        request = EngineRequest(f"warm-up-{used}", endpoint, {"model": model, **body}, _SLO)
         try:
-            status, answer = await status_of(self._engine.generate(request))
+            status, answer = await status_of(engine.generate(request))
         except EngineDeadError as error:
             raise EngineDeadError(f"the engine died at the first use of {name}: {error}") from error
         if status != 200:
-            self.refused.add(name)
+            refused.add(name)
             level = logging.WARNING if status >= 500 else logging.DEBUG
             logger.log(level, "first use of %s: %d %s", name, status, answer[:500])
         return status == 200
+
+    async def use_together(
+        features: Mapping[str, Mapping[str, Any]], lengths: Sequence[int]
+    ) -> None:
+        """Send a completion for each feature and number of output tokens, all at once."""
+        bodies = [
+            (name, {"max_tokens": tokens, "ignore_eos": name not in STRUCTURED_FEATURES, **fields})
+            for tokens in lengths
+            for name, fields in features.items()
+        ]
+        await asyncio.gather(
+            *(use("completions", {"prompt": _PROMPT, **body}, name) for name, body in bodies)
+        )
+
+    features = {**SAMPLING_FEATURES, **STRUCTURED_FEATURES}
+    # A model that generates no text has no completions.
+    if await use("completions", {"prompt": _PROMPT, "max_tokens": 1}, "completions"):
+        for name, fields in features.items():
+            await use_together({name: fields}, _PAIR_TOKENS)
+        await use_together(features, _PAIR_TOKENS[:1])
+        for adapter in adapters:
+            short = {"model": adapter, "prompt": _PROMPT, "max_tokens": 2}
+            await use("completions", short, f"the LoRA adapter {adapter}")
+    for endpoint, bodies in ENDPOINT_FEATURES.items():
+        for body in bodies:
+            await use(endpoint, body, endpoint)
+    logger.info(
+        "first use of %d features in %.1f s; refused: %s",
+        used,
+        time.monotonic() - started_s,
+        ", ".join(sorted(refused)) or "none",
+    )
