@@ -119,20 +119,16 @@ class InProcess:
 
     def generate(self, requests: Requests) -> list[tuple[int, ...]]:
         """Greedy output tokens of ``requests``, which are all there before the first batch."""
-        ends = self.reasoning_ends
-        params = [
-            params_of(str(i), output, slo, ends) for i, (_, output, slo) in enumerate(requests)
-        ]
-        prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return [tuple(output.outputs[0].token_ids) for output in outputs]
+        return [tuple(output.outputs[0].token_ids) for output in self.run(requests)]
 
-    def run(self, requests: Requests, transfers: Sequence[Mapping[str, Any] | None]) -> list[Any]:
-        """vLLM's outputs of ``requests``, each with what vLLM is told of its prompt's KV."""
-        params = [params_of(str(i), output, slo) for i, (_, output, slo) in enumerate(requests)]
-        for each, transfer in zip(params, transfers, strict=True):
-            if transfer is not None:
-                each.extra_args = {**(each.extra_args or {}), "kv_transfer_params": dict(transfer)}
+    def run(self, requests: Requests, transfers: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+        """vLLM's outputs of the same, with what vLLM is told of each prompt's KV."""
+        params = [
+            params_of(str(i), output, slo, self.reasoning_ends)
+            for i, (_, output, slo) in enumerate(requests)
+        ]
+        for each, transfer in zip(params, transfers, strict=False):
+            each.extra_args = {**(each.extra_args or {}), "kv_transfer_params": dict(transfer)}
         prompts = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
         return self.llm.generate(prompts, params, use_tqdm=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ LORA = {"enable-lora": True, "max-loras": 3, "lora-modules": ["fixed=/x"]}
 
 
 class Side:
-    """An engine and a directory, followed by hand."""
+    """An engine and a directory, followed by hand; ``calls`` of the engine's client."""
 
     def __init__(self, directory: Path) -> None:
         from sluice.replica.vllm.adapters import directory_adapters
@@ -30,9 +31,8 @@ class Side:
         self.directory = directory
         self.asked: list[tuple[str, Any]] = []
         self.broken: set[str] = set()
-        self.models = SimpleNamespace(
-            lora_requests={}, lora_id_counter=SimpleNamespace(inc=lambda step: next(numbers))
-        )
+        counter = SimpleNamespace(inc=lambda step: next(numbers))
+        self.models = SimpleNamespace(lora_requests={}, lora_id_counter=counter)
         self.calls: dict[str, Any] = {}
         self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_loras=3))
         config = EngineConfig(served_model_name="base", adapters_dir=directory, vllm_args=LORA)
@@ -46,8 +46,9 @@ class Side:
     async def remove_lora(self, number: int) -> None:
         self.asked.append(("remove", number))
 
-    @property
-    def listed(self) -> list[str]:
+    async def listed(self) -> list[str]:
+        """What is served after another look at the directory."""
+        await self.adapters.update()
         return list(self.models.lora_requests)
 
     def put(self, name: str, weights: str = "weights") -> None:
@@ -61,9 +62,7 @@ class Side:
         made.rename(self.directory / name)
 
     def take(self, name: str) -> None:
-        for path in (self.directory / name).iterdir():
-            path.unlink()
-        (self.directory / name).rmdir()
+        shutil.rmtree(self.directory / name)
 
 
 @pytest.fixture
@@ -75,14 +74,13 @@ async def test_a_folder_that_appears_is_loaded_and_one_that_disappears_leaves(si
     (side.directory / "half").mkdir()
     (side.directory / "a file").write_text("")
     side.put("one")
-    await side.adapters.update()
-    assert (side.listed, side.asked) == (["one"], [("add", "one")])
+    for taken in ("base", "fixed"):  # by the model, and by a configured adapter
+        side.put(taken)
+    assert (await side.listed(), side.asked) == (["one"], [("add", "one")])
     side.put("two")
-    await side.adapters.update()
-    assert side.listed == ["one", "two"]
+    assert await side.listed() == ["one", "two"]
     side.take("one")
-    await side.adapters.update()
-    assert (side.listed, side.asked[2:]) == (["two"], [("remove", 1)])
+    assert (await side.listed(), side.asked[2:]) == (["two"], [("remove", 1)])
 
 
 async def test_an_adapter_stays_in_the_engine_until_its_last_request_has_ended(
@@ -93,9 +91,8 @@ async def test_an_adapter_stays_in_the_engine_until_its_last_request_has_ended(
     number = await side.adapters.ensure("one")
     side.calls["r"] = SimpleNamespace(adapter=number)
     side.take("one")
-    await side.adapters.update()
     # New requests are vLLM's to refuse: it does not list the adapter any more.
-    assert side.listed == [] and await side.adapters.ensure("one") == 0
+    assert await side.listed() == [] and await side.adapters.ensure("one") == 0
     assert side.asked == [("add", "one")]
     # It comes back meanwhile, as another one to the engine.
     side.put("one")
@@ -108,7 +105,6 @@ async def test_an_adapter_stays_in_the_engine_until_its_last_request_has_ended(
 async def test_a_request_may_be_ahead_of_the_next_look(side: Side) -> None:
     side.put("one")
     assert await side.adapters.ensure("one") == 1
-    assert side.listed == ["one"]
     for other in ("base", "fixed", "unknown", "../one", "", None, 7, "a/b"):
         assert await side.adapters.ensure(other) == 0
     assert side.asked == [("add", "one")]
@@ -121,31 +117,26 @@ async def test_no_more_are_loaded_than_may_be_in_one_batch(
     for name in ("a", "b", "c"):
         side.put(name)
     for _ in range(3):
-        await side.adapters.update()
-    assert side.listed == ["a", "b"]
+        assert await side.listed() == ["a", "b"]
     with pytest.raises(RequestError, match="as many as max-loras allows") as caught:
         await side.adapters.ensure("c")
     assert caught.value.status == 503  # another replica may have it
     side.take("a")
-    await side.adapters.update()
-    assert side.listed == ["b", "c"]
+    assert await side.listed() == ["b", "c"]
 
 
 async def test_what_cannot_be_loaded_is_tried_again_when_it_has_changed(side: Side) -> None:
     side.broken.add("bad")
     side.put("bad")
     side.put("good")
-    await side.adapters.update()
-    assert side.listed == ["good"]
+    assert await side.listed() == ["good"]
     with pytest.raises(RequestError, match="no such rank"):
         await side.adapters.ensure("bad")
     side.broken.clear()
-    await side.adapters.update()
-    assert side.listed == ["good"], "the same files"
+    assert await side.listed() == ["good"], "the same files"
     side.take("bad")
     side.put("bad", "other weights")
-    await side.adapters.update()
-    assert side.listed == ["good", "bad"]
+    assert await side.listed() == ["good", "bad"]
 
 
 async def test_a_name_is_not_used_for_other_weights(side: Side) -> None:
@@ -155,14 +146,12 @@ async def test_a_name_is_not_used_for_other_weights(side: Side) -> None:
     side.take("one")
     await side.adapters.update()
     side.put("one", "others weights")
-    await side.adapters.update()
-    assert side.listed == []
+    assert await side.listed() == []
     with pytest.raises(RequestError, match="use a new name"):
         await side.adapters.ensure("one")
     side.take("one")
     side.put("one")
-    await side.adapters.update()
-    assert side.listed == ["one"]
+    assert await side.listed() == ["one"]
 
 
 async def test_replaced_files_are_unloaded_and_the_same_files_again_are_not(
@@ -178,8 +167,7 @@ async def test_replaced_files_are_unloaded_and_the_same_files_again_are_not(
         side.take(name)
         side.put(name, weights)
     with caplog.at_level("WARNING"):
-        await side.adapters.update()
-    assert (side.listed, side.asked[2:]) == (["two"], [("remove", 1)])
+        assert (await side.listed(), side.asked[2:]) == (["two"], [("remove", 1)])
     assert [each.message for each in caplog.records] == [
         "the files of the adapter one were replaced; unloading it",
         "the adapter one is not loaded: other files were loaded under this name before; use a new "
@@ -204,18 +192,9 @@ async def test_files_that_change_while_they_are_loaded_are_not_served(side: Side
         await add(request)
 
     side.add_lora = slow  # type: ignore[method-assign]
-    await side.adapters.update()
-    assert (side.listed, side.adapters.digests) == ([], {})
+    assert (await side.listed(), side.adapters.digests) == ([], {})
     side.add_lora = add  # type: ignore[method-assign]
-    await side.adapters.update()
-    assert side.listed == ["one"]
-
-
-async def test_names_of_the_model_and_of_configured_adapters_are_taken(side: Side) -> None:
-    side.put("base")
-    side.put("fixed")
-    await side.adapters.update()
-    assert side.listed == []
+    assert await side.listed() == ["one"]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_text_after_loads_is_that_of_stock_vllm(tier, tmp_path, blocks):
         settle(engine)
         for policy in ("deadline_triage", "fcfs"):
             engine.use(policy)
-            outputs = engine.run(requests, [None] * len(requests))
+            outputs = engine.run(requests)
             assert [tuple(each.outputs[0].token_ids) for each in outputs] == expected
             # All whole chunks are loaded, but for the last token.
             held = [(len(prompt) - 1) // CHUNK * CHUNK for prompt, _, _ in requests]

@@ -59,8 +59,7 @@ def test_of_more_stages_it_is_exact_if_batches_are_alike_and_else_never_longer(
     assert measured(stages, alike) == pytest.approx([0.1] * len(alike), rel=1e-6)
 
 
-def test_empty_steps_between_change_nothing() -> None:
-    """Where all requests are in flight an engine with a pipeline runs empty steps."""
+def test_empty_steps_where_all_requests_are_in_flight_change_nothing() -> None:
     times = StepTimes(2)
     assert times.ended(1.0, 1.2) == pytest.approx(0.2)
     assert times.ended(1.01, 1.2001, computed=False) >= 0.0
@@ -125,17 +124,13 @@ def test_batches_that_are_alike_take_the_longer_of_launch_and_device(
 
 
 def test_a_launch_that_hides_the_end_of_the_batch_before_it_is_no_part_of_its_time() -> None:
-    """Decodes whose launch is short, 7 ms each, and among them a prefill whose launch takes 16 ms
-    and the device 20 ms. From end to end the decode before it took 16 ms, and the prefill 11."""
+    """Decodes of 7 ms, and a prefill whose launch takes 16 ms and the device 20. From end to end
+    the decode before it took 16 ms, and the prefill 11."""
     decode, prefill = (0.003, 0.007), (0.016, 0.020)
     found, _ = launched([decode] * 4 + [prefill] + [decode] * 4)
     assert found[4] == pytest.approx(0.020)
-    assert found[:3] + found[5:-1] == pytest.approx([0.007] * 6)
-    assert found[3] == pytest.approx(0.007)
-
-
-def test_an_engine_that_computes_where_it_launches_has_each_batch_its_own_time() -> None:
-    """vLLM's CPU build: nothing is computed while the loop does something else."""
+    assert found[:4] + found[5:-1] == pytest.approx([0.007] * 7)
+    # On CPUs nothing is computed while the loop does something else.
     alone = [(0.010, 0.0), (0.050, 0.0), (0.010, 0.0), (0.120, 0.0), (0.010, 0.0)]
     assert launched(alone)[0] == pytest.approx([launch_s for launch_s, _ in alone])
 
@@ -144,8 +139,7 @@ def test_an_engine_that_computes_where_it_launches_has_each_batch_its_own_time()
 def test_predictions_that_are_too_long_do_not_add_up_while_batches_are_in_flight(
     batches: list[float], off: float
 ) -> None:
-    """Two in flight, as with asynchronous scheduling: the next one begins with the end of the one
-    that runs, which is known up to the error of a single prediction."""
+    """Two in flight: the end of the running one is known up to the error of one prediction."""
     occupancy, now_s, ends_s = Occupancy(), 0.0, 0.0
     occupancy.began(0.0, 0.0, False)
     for seconds in batches:

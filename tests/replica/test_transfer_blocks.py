@@ -61,23 +61,17 @@ def test_blocks_arrive_as_they_were_and_touch_no_other(
     assert sender.digest({"model": "m"}) != receiver.digest({"model": "n"})
 
 
-def test_layers_that_share_a_cache_are_moved_once() -> None:
-    import torch
-
-    from sluice.replica.vllm.kv_connector import BlockLayers
-
-    cache = torch.zeros(7, 4)
-    assert len(BlockLayers({"a": cache, "b": cache}, 7).block_bytes) == 1
-
-
-@pytest.mark.parametrize(("size", "what"), [((3, 4), "no"), ((7, 7), "more than one")])
-def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) -> None:
+def test_layers_that_share_a_cache_are_moved_once_and_each_has_a_dimension_of_blocks() -> None:
     import torch
 
     from sluice.replica.vllm.kv_connector import BlockLayers, UnsupportedLayoutError
 
-    with pytest.raises(UnsupportedLayoutError, match=f"layer a has the shape .* {what} dimension"):
-        BlockLayers({"a": torch.zeros(size)}, 7)
+    cache = torch.zeros(7, 4)
+    assert len(BlockLayers({"a": cache, "b": cache}, 7).block_bytes) == 1
+    for size, what in (((3, 4), "no"), ((7, 7), "more than one")):
+        wrong = f"layer a has the shape .* {what} dimension"
+        with pytest.raises(UnsupportedLayoutError, match=wrong):
+            BlockLayers({"a": torch.zeros(size)}, 7)
 
 
 @pytest.mark.parametrize(
@@ -92,22 +86,18 @@ def test_a_cache_without_a_dimension_of_blocks_is_refused(size: Any, what: str) 
 def test_models_whose_kv_cannot_be_moved_are_refused(own: dict[str, Any], reason: str) -> None:
     from sluice.replica.vllm.kv_connector import UnsupportedLayoutError, check_model
 
-    plain = {
-        "runner_type": "generate",
-        "use_mla": False,
-        "is_hybrid": False,
-        "is_attention_free": False,
-        "is_encoder_decoder": False,
-    }
+    names = ("use_mla", "is_hybrid", "is_attention_free", "is_encoder_decoder")
+    plain = {"runner_type": "generate", **dict.fromkeys(names, False)}
+    transfer = SimpleNamespace(kv_connector="TcpConnector")
     config = SimpleNamespace(
-        model_config=SimpleNamespace(**(plain | own)),
-        kv_transfer_config=SimpleNamespace(kv_connector="TcpConnector"),
+        model_config=SimpleNamespace(**(plain | own)), kv_transfer_config=transfer
     )
     with pytest.raises(UnsupportedLayoutError, match=reason):
         check_model(config)
-    # Without a hand-over, or with somebody else's, it is not Sluice's affair.
-    for transfer in (None, SimpleNamespace(kv_connector="OffloadingConnector")):
-        check_model(SimpleNamespace(model_config=config.model_config, kv_transfer_config=transfer))
+    transfer.kv_connector = "OffloadingConnector"
+    check_model(config)
+    config.kv_transfer_config = None
+    check_model(config)
 
 
 def test_a_cache_of_several_groups_or_kinds_is_refused() -> None:

@@ -37,22 +37,15 @@ from tests.stock.rows import BASES
 pytestmark = pytest.mark.vllm
 
 
-class Event(BaseModel):
-    type: str
-    schema_: int = Field(alias="schema")
-
-
 class Kept(BaseModel):
     status: str
 
 
-class Ending(BaseModel):
+class Event(BaseModel):
     type: str
-    response: Kept
-
-
-class Answer(Event):
-    object: str
+    schema_: int = Field(default=1, alias="schema")
+    response: Kept | None = None
+    object: str = ""
 
 
 class Layer:
@@ -62,41 +55,40 @@ class Layer:
     async def create_detokenize(self, body: Any, raw: None) -> None: ...
 
 
+def data_of(event: bytes) -> tuple[bytes, Any]:
+    """The first line of an event, and its data."""
+    name, _, data = event.removesuffix(b"\n\n").rpartition(b"\n")
+    return name, json.loads(data.removeprefix(b"data: "))
+
+
 def test_events_of_responses_are_named_and_others_are_passed_on() -> None:
     assert event_bytes("data: [DONE]\n\n", "chat") == b"data: [DONE]\n\n"
-    event = event_bytes(Event(type="response.created", schema=1), "responses")
-    assert event == b'event: response.created\ndata: {"type":"response.created","schema":1}\n\n'
+    name, data = data_of(event_bytes(Event(type="response.created"), "responses"))
+    assert name == b"event: response.created"
+    assert data["schema"] == 1
+    for status in ("completed", "incomplete", "failed"):
+        ending = Event(type="response.completed", response=Kept(status=status))
+        name, data = data_of(event_bytes(ending, "responses"))
+        assert name == f"event: response.{status}".encode()
+        assert data["type"] == f"response.{status}"
 
 
 def test_errors_in_a_stream_have_the_shape_of_its_api() -> None:
     told = {"message": "m", "type": "InternalServerError", "param": None, "code": 500}
-    chat = event_bytes(f"data: {json.dumps({'error': told})}\n\n", "chat")
+    _, chat = data_of(event_bytes(f"data: {json.dumps({'error': told})}\n\n", "chat"))
     expected = {"message": "m", "type": "server_error", "param": None, "code": "internal_error"}
-    assert json.loads(chat.removeprefix(b"data: ")) == {"error": expected}
+    assert chat == {"error": expected}
     told = {"type": "error", "error": {"type": "internal_error", "message": "m"}}
-    name, data = event_bytes(f"event: error\ndata: {json.dumps(told)}\n\n", "messages").split(
-        b"\n"
-    )[:2]
-    assert name == b"event: error"
+    event = event_bytes(f"event: error\ndata: {json.dumps(told)}\n\n", "messages")
     error = {"type": "api_error", "message": "m", "code": "internal_error"}
-    assert json.loads(data.removeprefix(b"data: ")) == {"type": "error", "error": error}
-
-
-def test_a_response_that_was_cut_is_incomplete() -> None:
-    for status in ("completed", "incomplete", "failed"):
-        response = Kept(status=status)
-        sent = event_bytes(Ending(type="response.completed", response=response), "responses")
-        name, data = sent.split(b"\n")[:2]
-        assert name == f"event: response.{status}".encode()
-        assert json.loads(data.removeprefix(b"data: "))["type"] == f"response.{status}"
+    assert data_of(event) == (b"event: error", {"type": "error", "error": error})
 
 
 def test_bodies_are_those_of_vllms_own_server() -> None:
-    given = {"type": "t", "schema": 1}
     chat = SimpleNamespace(response_format=None)
-    kind, body = whole_response("responses", chat, Answer(**given, object="response"))
-    assert (kind, json.loads(body)) == ("application/json", {**given, "object": "response"})
-    assert b"schema_" in whole_response("chat", chat, Answer(**given, object="chat.completion"))[1]
+    kind, body = whole_response("responses", chat, Event(type="t", object="response"))
+    assert kind == "application/json" and json.loads(body)["schema"] == 1
+    assert b"schema_" in whole_response("chat", chat, Event(type="t", object="chat"))[1]
     plain = ("application/json", b'{"data":[1]}')
     assert whole_response("embeddings", chat, JSONResponse({"data": [1]})) == plain
     spoken = SimpleNamespace(response_format="text"), SimpleNamespace(text="hello")

@@ -19,20 +19,16 @@ import pytest_asyncio
 
 from sluice.protocol.requests import (
     EngineRequest,
-    ResponseChunk,
-    ResponseHead,
     ResponseItem,
-    ResponseTail,
 )
-from sluice.replica.config import EngineConfig
 from sluice.replica.scheduler.xargs import ID, from_xargs
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.serving import AUDIO_PACKAGES
 from sluice.replica.vllm.warm_up import silence
 from sluice.scheduling.request.objective import SLO
 from tests.documents import ROOT, marked
-from tests.known_profile import known_profile
 from tests.lacking import lacking
+from tests.replica.small_engine import items_of, small_config, split
 from tests.router.far_side import Edge, FarSide
 from tests.router.listening import listening
 from tests.speech_model import CLIP_S, heard, speech_model
@@ -68,21 +64,13 @@ class Served(NamedTuple):
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     directory = tmp_path_factory.mktemp("speech")
     model = speech_model(directory / "model")
-    config = EngineConfig(
-        model=str(model),
-        served_model_name="m",
-        cache_dir=directory,
-        latency_profile=known_profile(directory),
-        grammar_check_s=0,
-        vllm_args={
-            # Seven requests at their longest.
-            "kv-cache-memory-bytes": 3 << 20,
-            "block-size": 32,
-            "dtype": "float32",
-            # Two audio files, or one longest prompt: prompts are cut into chunks.
-            "max-num-batched-tokens": 256,
-        },
-    )
+    args = {
+        "kv_cache_memory_bytes": 3 << 20,  # seven requests at their longest
+        # Two audio files, or one longest prompt: prompts are cut into chunks.
+        "max_num_batched_tokens": 256,
+        "max_model_len": None,
+    }
+    config = small_config(model, directory, {"served_model_name": "m"}, **args)
     engine = VllmEngine(config, "replica-1", 32)
     await engine.start()
 
@@ -152,11 +140,8 @@ async def test_a_stream_of_clips_is_planned_and_counted_as_one(
     slo = SLO(ttft_s=5.0, tpot_s=1.0, e2e_s=60.0)
     body = {"model": "m", "file": LONG, "max_completion_tokens": TOKENS, "stream": True}
     request = EngineRequest("each", "transcriptions", body, slo)
-    items = [item async for item in served.engine.generate(request)]
-    head, tail = items[0], items[-1]
-    assert isinstance(head, ResponseHead) and head.media_type == "text/event-stream"
-    assert isinstance(tail, ResponseTail)
-    chunks = [item for item in items if isinstance(item, ResponseChunk)]
+    head, chunks, tail = split(await items_of(served.engine, request))
+    assert head.media_type == "text/event-stream"
     tokens = sum(chunk.tokens for chunk in chunks)
     assert tokens == tail.output_tokens >= 3 * TOKENS
     # Without a language vLLM asks for it first. A later clip is due after the one before it, and
@@ -197,17 +182,11 @@ async def test_many_at_once_hear_what_each_hears_alone(served: Served) -> None:
     the KV of all does not fit: none is preempted, as vLLM would continue it wrongly."""
 
     async def text(number: int, name: str) -> str:
-        body = {
-            "model": "m",
-            "file": noise(number),
-            "language": "en",
-            "prompt": "word " * (number % 2 * 7),
-            "max_completion_tokens": 150,
-        }
+        fixed = {"model": "m", "language": "en", "max_completion_tokens": 150}
+        body = {**fixed, "file": noise(number), "prompt": "word " * (number % 2 * 7)}
         slo = SLO(ttft_s=1.0, tpot_s=0.05)
         request = EngineRequest(f"{name}-{number}", "transcriptions", body, slo)
-        _, chunk, _ = [item async for item in served.engine.generate(request)]
-        assert isinstance(chunk, ResponseChunk)
+        _, (chunk,), _ = split(await items_of(served.engine, request))
         return str(json.loads(chunk.data)["text"])
 
     alone = [await text(number, "alone") for number in range(24)]
