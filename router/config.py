@@ -51,9 +51,6 @@ class BatchesConfig(BaseModel):
         max_length=16,
         description="Values of `completion_window` that are accepted, such as `24h` or `7d`.",
     )
-    max_file_bytes: int = Field(
-        default=200_000_000, ge=1 << 10, le=1 << 40, description="Maximum size of an upload, bytes."
-    )
     max_bytes_per_key: int = Field(
         default=10 << 30,
         ge=1 << 10,

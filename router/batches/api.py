@@ -82,6 +82,7 @@ def expiry_s(name: str, anchor: Any, seconds: Any) -> int:
 
 MAX_FILES_PAGE = 10_000  # maximum and default number of files in one page of the list
 MAX_UPLOADS = 4  # into one router at once; with API keys, each may have half of them
+MAX_FILE_BYTES = 200_000_000  # of an upload: that of OpenAI's API
 UPLOAD_TIMEOUT_S = 600.0  # timeout of one upload, seconds
 MAX_FILENAME = 255  # stored characters of a name, which is only shown and never used as a path
 _FILE_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -130,10 +131,9 @@ class FilesApi:
             )
 
     async def _receive(self, request: Request) -> FileRecord:
-        limits = self._resources.config
         upload = await self._resources.store.begin_upload(owner_of(request))
         try:
-            form = await receive(request, upload.write, limits.max_file_bytes, UPLOAD_TIMEOUT_S)
+            form = await receive(request, upload.write, MAX_FILE_BYTES, UPLOAD_TIMEOUT_S)
             name = form.filename or ""
             shown_name = "".join(c if c.isprintable() else "_" for c in name[:MAX_FILENAME])
             changes: dict[str, Any] = {"filename": shown_name or "upload"}

@@ -265,7 +265,10 @@ async def test_only_plain_forms_are_taken(tmp_path: Path, headers: dict[str, str
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_an_upload_is_cut_at_the_limit(tmp_path: Path, announced: bool) -> None:
+async def test_an_upload_is_cut_at_the_limit(
+    tmp_path: Path, announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.router.batches.api.MAX_FILE_BYTES", 1 << 16)
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -275,7 +278,7 @@ async def test_an_upload_is_cut_at_the_limit(tmp_path: Path, announced: bool) ->
             sent += 1 << 14
             yield b"x" * (1 << 14)
 
-    edge = Edge(FarSide(a=serve), config=config(tmp_path, max_file_bytes=1 << 16))
+    edge = Edge(FarSide(a=serve), config=config(tmp_path))
     content: Any = form(('; name="file"', b"x" * (1 << 18)), PURPOSE) if announced else endless()
     async with edge.client() as client:
         response = await client.post("/v1/files", content=content, headers=BOUNDARY)
