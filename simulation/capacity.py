@@ -18,7 +18,7 @@ MAX_REPLICAS = 4096
 """Most replicas of a simulated cluster, see :class:`~sluice.simulation.config.ClusterConfig`."""
 
 _MAX_FIXED = 0.9
-"""Share of the pace that steps without tokens may take, as far as the formula goes."""
+"""Share of the TPOT that steps without tokens may take, as far as the formula goes."""
 
 _MAX_OF_TPOT = 0.7
 """The same in :func:`full_rate`."""
@@ -171,7 +171,7 @@ def pool_demand(workload: Workload, model: LatencyModel, engine: EngineConfig) -
         tokens += arrival.output_tokens
         held_tokens += arrival.output_tokens * (arrival.prompt_tokens + arrival.output_tokens / 2)
     tpot_s = workload.tightest_tpot_s
-    # Where steps are too slow for the pace, nothing attains with any number of replicas.
+    # Where steps are too slow for the TPOT, nothing attains with any number of replicas.
     fixed_s = min(model.fixed_s, _MAX_FIXED * tpot_s)
     count = len(workload)
     return demand_of_work(

@@ -494,7 +494,7 @@ class Cluster:
         self.events.after(self._config.dispatch_s, deliver)
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
-        """No replica can guarantee a request, and its class does not allow best effort."""
+        """No replica can promise a request, and its class does not allow best effort."""
         left = self._config.retries - self._retried.get(key, 0)
         if self._when(key) != "reject" or retry_after_s is None or left <= 0:
             self._wait(key, self._patience_s(key), REFUSED)
@@ -530,7 +530,7 @@ class Cluster:
         return frozenset({Tier.GUARANTEED})
 
     def _patience_s(self, key: int) -> float:
-        """Longest wait of a request without a guarantee: at most until its first deadline."""
+        """Longest wait of a request without a promise: at most until its first deadline."""
         if self._when(key) == "reject":
             return 0.0
         return min(QUEUE_LIMIT_S, self._requests.arrivals[key].slo.columns[0])

@@ -109,7 +109,7 @@ class Planner:
 
     @property
     def reported(self) -> LatencyModel:
-        """The model used for guarantees: without head-room, as production reports it."""
+        """The model used for promises: without head-room, as production reports it."""
         model = self.latency.with_headroom(1.0)
         if self._correction is None:
             return model

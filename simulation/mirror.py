@@ -139,7 +139,7 @@ class VirtualMirror:
         )
         self.fleet = Fleet(settings)
         self.calibration: Calibration | None = None
-        """The margins of guarantees, if there are any and margins are enabled."""
+        """The margins of promises, if there are any and margins are enabled."""
         if admission is not None and config.promise_level is not None:
             self.calibration = Calibration(config.promise_level)
         self._lengths = OutputLengths()

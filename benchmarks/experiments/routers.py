@@ -1,4 +1,4 @@
-"""Every router with several policies on 4 to 32 replicas, also late, unequal or with admission."""
+"""Every router with several policies on 4 to 32 replicas, also with late reports, or admission."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ BATCH = 64
 """Queries in a call, where they are batched."""
 
 TOGETHER = "slos_serve, together"
-ASKED = {
+ON_ACTOR = {
     "connection": "callers over the connection to a real actor",
     "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
 }
@@ -249,7 +249,7 @@ def decision(
         measure_actor(configs, results, seconds, sizes)
     found = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", found)]
-    for part, title in ASKED.items():
+    for part, title in ON_ACTOR.items():
         measured = {labels: cell[part] for labels, cell in found.items() if part in cell}
         tables += [_table(title, measured)] if measured else []
     show(results, tables, as_json)
@@ -258,7 +258,7 @@ def decision(
 def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
     rows = [
         {"policy": policy, "replicas": replicas}
-        | {name: _shown(value) for name, value in cell.items() if name not in ASKED}
+        | {name: _shown(value) for name, value in cell.items() if name not in ON_ACTOR}
         for (policy, replicas), cell in cells.items()
     ]
     return table(rows, *rows[0], title=f"{title}: p50 / p99 ms")

@@ -162,18 +162,18 @@ class TestGrids:
 
 
 GREATEST = Search("")
-LEAST_LOAD, MOST_LOAD = GREATEST.least, GREATEST.most
+MIN_LOAD, MAX_LOAD = GREATEST.least, GREATEST.most
 
 
 class TestCapacity:
-    @given(knee=st.floats(LEAST_LOAD * 1.001, MOST_LOAD * 0.999))
+    @given(knee=st.floats(MIN_LOAD * 1.001, MAX_LOAD * 0.999))
     def test_is_found_within_its_resolution(self, knee: float) -> None:
         found = GREATEST.loads(lambda load: 1.0 if load <= knee else 0.0)[0.9]
-        step = (MOST_LOAD / LEAST_LOAD) ** (2**-7) * 1.000001
+        step = (MAX_LOAD / MIN_LOAD) ** (2**-7) * 1.000001
         assert knee / step < found < knee * step
 
     def test_has_its_ends(self) -> None:
-        assert GREATEST.loads(lambda load: 1.0)[0.9] == MOST_LOAD
+        assert GREATEST.loads(lambda load: 1.0)[0.9] == MAX_LOAD
         assert GREATEST.loads(lambda load: 0.0)[0.9] == 0.0
 
     def test_a_stricter_share_has_no_more_of_it(self) -> None:
