@@ -32,7 +32,7 @@ from sluice.router.request.validation import (
 from sluice.router.wire import MAX_TOKENS
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY
-from sluice.scheduling.request.stages import MOST_STAGES
+from sluice.scheduling.request.stages import MAX_STAGES
 
 Schema = dict[str, Any]
 
@@ -216,7 +216,7 @@ def _stages() -> Schema:
         "tpot_ms. The until of the last one is end, and of no other one; of one at most it is "
         "reasoning_end.",
         "minItems": 1,
-        "maxItems": MOST_STAGES,
+        "maxItems": MAX_STAGES,
         "items": stage,
     }
 

@@ -14,5 +14,5 @@ PREFILL_SHARE = 0.25
 """Least share of a batch's time for prefill beyond its first token, where prefill waits behind
 decodes: about that share of its best throughput is left to it."""
 
-LEAST_STEPS = 8
+MIN_STEPS = 8
 """But a batch may take as long as this many empty steps: shorter ones would mostly be overhead."""

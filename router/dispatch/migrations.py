@@ -25,7 +25,7 @@ from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.request.job import RouteDecision, Tier
-from sluice.scheduling.request.objective import LEAST_PACE_TOKENS, SLO, TokenClock, TPOTAnchor
+from sluice.scheduling.request.objective import MIN_TPOT_TOKENS, SLO, TokenClock, TPOTAnchor
 
 # Promised requests that wait for their first tokens. The router asks about them with each push of
 # metrics, and the controller answers which of them are going to miss their TTFT at their replica
@@ -128,7 +128,7 @@ class _Stream:
         """Take its TPOT since the last call, if enough tokens came."""
         clock = self.answer.clock
         new, last_s = clock.tokens - self.tokens, clock.last_token_s
-        if last_s is None or (self.tokens and new < LEAST_PACE_TOKENS):
+        if last_s is None or (self.tokens and new < MIN_TPOT_TOKENS):
             return
         if self.tokens:
             self.token_s = (last_s - self.at_s) / new

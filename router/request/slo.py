@@ -21,7 +21,7 @@ from sluice.router.request.validation import INTEGER
 from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
 from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
-from sluice.scheduling.request.stages import MOST_STAGE_TOKENS, MOST_STAGES, Stage
+from sluice.scheduling.request.stages import MAX_STAGE_TOKENS, MAX_STAGES, Stage
 
 # The stages in a body's ``slo``: ``[{"until": "reasoning_end", "ttft_ms": 500}, ...]``.
 #
@@ -36,7 +36,7 @@ Hold = Callable[[str, float | None, str], float | None]
 FIELD = f"{wire.SLO_FIELD}.{wire.STAGES}"
 
 _ALLOWED_UNTIL = (
-    f'"reasoning_end", "end", or {{"tokens": N}} with an integer N from 1 to {MOST_STAGE_TOKENS}'
+    f'"reasoning_end", "end", or {{"tokens": N}} with an integer N from 1 to {MAX_STAGE_TOKENS}'
 )
 _StageMilliseconds = Annotated[
     float | None, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
@@ -46,7 +46,7 @@ _StageMilliseconds = Annotated[
 class _Tokens(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    tokens: Annotated[int, Field(ge=1, le=MOST_STAGE_TOKENS), INTEGER]
+    tokens: Annotated[int, Field(ge=1, le=MAX_STAGE_TOKENS), INTEGER]
 
 
 class StatedStage(BaseModel):
@@ -78,9 +78,9 @@ def read_stages(value: Any) -> tuple[StatedStage, ...]:
     """The stages in ``value``; none if that is ``None``. Raises ApiError: 400."""
     if value is None:
         return ()
-    if not isinstance(value, list) or not 1 <= len(value) <= MOST_STAGES:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_STAGES:
         got = f"{len(value)} of them" if isinstance(value, list) else shown(value)
-        raise invalid(f"{FIELD} must be a list of 1 to {MOST_STAGES} stages, got {got}", FIELD)
+        raise invalid(f"{FIELD} must be a list of 1 to {MAX_STAGES} stages, got {got}", FIELD)
     stages = tuple([_read(f"{FIELD}[{place}]", each) for place, each in enumerate(value)])
     ends = [stage.until for stage in stages]
     if ends[-1] != "end" or "end" in ends[:-1]:

@@ -11,7 +11,7 @@ from sluice.scheduling.autoscaling.base import STARTUP_S, AutoscalingPolicy, Dec
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.policy import PolicyOptions
 
-MOST_SCALING = 4.0
+MAX_SCALING = 4.0
 """Maximum factor by which the decodes of promised requests are scaled up for requests without a
 promise."""
 
@@ -191,7 +191,7 @@ class HeadRoom(AutoscalingPolicy):
 
         asked_s = rate(before.asked_s, load.asked_s, last.asked_s)
         unpromised_s = rate(before.unpromised_s, load.unpromised_s, last.unpromised_s)
-        promised_s = max(asked_s - unpromised_s, asked_s / MOST_SCALING)
+        promised_s = max(asked_s - unpromised_s, asked_s / MAX_SCALING)
         scaling = asked_s / promised_s if promised_s > 0 else 1.0
         prefill_s = (load.asked_s - last.asked_s) / passed_s
         demand_s = (prefill_s + load.decode_share * scaling) / load.capacity

@@ -26,7 +26,7 @@ from sluice.scheduling.roles import ROLES, Role
 MEMORY = 256
 """Requests that are remembered: the rate of their work is then known to a tenth or so."""
 
-LEAST_SPAN_S = 1.0
+MIN_SPAN_S = 1.0
 """Minimum time over which a rate is taken, seconds."""
 
 EXCESS = 2.0
@@ -64,7 +64,7 @@ def _worthier_s(
     asked: Floats, count: int, now_s: float, work_on_s: Floats, slack_s: float, priority: float
 ) -> float:
     oldest_s = asked[count % MEMORY if count > MEMORY else 0, 0]
-    span_s = max(now_s - oldest_s, LEAST_SPAN_S)
+    span_s = max(now_s - oldest_s, MIN_SPAN_S)
     worth = priority / max(work_on_s.min(), 1e-9)
     total = 0.0
     for row in range(min(count, MEMORY)):
@@ -86,7 +86,7 @@ def _least_fixed_s(figures: Floats, rows: Ints) -> float:
 MAX_UNPLACED = 4096
 """Unplaced requests that are tracked, so that their retries do not count as new requests."""
 
-MOST_SLACK_S = 60.0
+MAX_SLACK_S = 60.0
 """Maximum time until a first token is due that counts, seconds: it may be infinite."""
 
 _MEANS = ("capacity", "head_room", "kv_share")
@@ -101,7 +101,7 @@ class Load(NamedTuple):
         asked: requests with an objective that asked for a promise.
         asked_s, asked_s2: predicted prefill times of these, seconds, and their squares.
         slack_s2: these times multiplied by the times left until the first tokens were due, at most
-            ``MOST_SLACK_S``, seconds squared.
+            ``MAX_SLACK_S``, seconds squared.
         unpromised, unpromised_s: of ``asked`` and ``asked_s``, what no replica could promise
             although an idle one could have.
         judged, attained: requests with an objective that ended, and those that met it.
@@ -221,7 +221,7 @@ class Demand:
             counts.asked += 1
             counts.asked_s += own_s
             counts.asked_s2 += own_s * own_s
-            counts.slack_s2 += own_s * min(max(0.0, slack_s), MOST_SLACK_S)
+            counts.slack_s2 += own_s * min(max(0.0, slack_s), MAX_SLACK_S)
         # What is too long even for an idle replica does not ask for more of them.
         able = _least_fixed_s(fleet.figures, job.rows) + work_s <= slack_s
         if able and not decision.over_share:

@@ -10,7 +10,7 @@ from sluice.scheduling.autoscaling.base import AutoscalingPolicy, Decision, Pool
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.policy import PolicyOptions
 
-MOST_SAMPLES = 256
+MAX_SAMPLES = 256
 
 
 class OngoingRequestsOptions(PolicyOptions):
@@ -47,7 +47,7 @@ class OngoingRequests(AutoscalingPolicy):
             (at_s, ongoing)
             for at_s, ongoing in state.get("samples", ())
             if since_s < at_s < load.now_s
-        ][1 - MOST_SAMPLES :]
+        ][1 - MAX_SAMPLES :]
         samples.append((load.now_s, load.ongoing))
         ongoing = sum(value for _, value in samples) / len(samples)
         wanted = ceil(ongoing / options.target_ongoing_requests)

@@ -95,7 +95,7 @@ def demand_of_work(
 HEADROOM = 0.1
 """Share of each second that promises leave unused, as admission does by default."""
 
-MOST_SCALING = 16.0
+MAX_SCALING = 16.0
 """Maximum factor by which the decodes of promised requests are scaled up for requests without a
 promise."""
 
@@ -253,7 +253,7 @@ class RoleShares:
             load.decode_share,
             decodes,
             shares,
-            # Without decodes the load says nothing of their pace.
+            # Without decodes the load says nothing of their TPOT.
             load.capacity if shares else before.usable,
             load.kv_share * load.ready,
         )
@@ -334,7 +334,7 @@ def shares_of(need: Need, replicas: int) -> Shares:
     slots = decoders * (max(1.0, 1.0 // part) if part else inf)
     # Requests that are not guaranteed do not decode in these figures.
     lost = need.lost / need.asked if need.asked else 0.0
-    decode = need.decode * min(1.0 / max(1.0 - lost, 1e-9), MOST_SCALING)
+    decode = need.decode * min(1.0 / max(1.0 - lost, 1e-9), MAX_SCALING)
     offered = decode / each if each else 0.0
     rate = np.full(replicas, 1.0 - HEADROOM)
     paced = 1.0 - exp(-offered / replicas)

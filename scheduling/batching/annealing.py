@@ -410,7 +410,7 @@ def _full_batches(waiting: int, most: int, running: int) -> tuple[Ints, int]:
     return np.diff(ends, prepend=0), int(np.count_nonzero(ends < waiting)) + 1
 
 
-MOST_MAPPED = 40
+MAX_MAPPED = 40
 """Waiting requests that one search maps, the earliest arrivals; the others wait behind them."""
 
 
@@ -438,7 +438,7 @@ class Annealing(BatchPolicy):
     Our readings for continuous batching: running requests continue and belong to the first batch;
     later batches wait, except with ``admits: in_order`` (FCFS dispatch, §5.1); each arrival, end or
     preemption maps again. Like the paper, without ageing and preemption. ``O(n)`` while the last
-    mapping is valid, else ``O((batch_size + steps) * MOST_MAPPED)``."""
+    mapping is valid, else ``O((batch_size + steps) * MAX_MAPPED)``."""
 
     name = "annealing"
     source = "SLO-Aware Scheduling for LLM Inferences (arXiv 2504.14966) §4.2, §4.3, Algorithm 1"
@@ -473,7 +473,7 @@ class Annealing(BatchPolicy):
         if not same:
             rows = np.flatnonzero(waiting)
             free = self.options.batch_size - len(running)
-            mapped = rows[: MOST_MAPPED if free > 0 else 0]
+            mapped = rows[: MAX_MAPPED if free > 0 else 0]
             order, admitted = self._map(table, decodes, prefills, mapped, now_s, latency)
             if self.options.admits == "in_order":
                 admitted = max(free, 0)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from sluice.scheduling.assumptions import (
     GROWTH_TOKENS,
-    LEAST_STEPS,
+    MIN_STEPS,
     PREFILL_SHARE,
     TTFT_SHARE,
     UNKNOWN_OUTPUT_TOKENS,
@@ -169,7 +169,7 @@ def sort_out(
 UNPACED_S = 1.0
 """A decode without TPOT is due a token this long after the last one, so that it never stalls."""
 
-LEAST_TIMELY = 0.01
+MIN_TIMELY = 0.01
 """Share of an output that counts as on time where none can be: late requests have some worth."""
 
 
@@ -327,13 +327,13 @@ def fit_beside(
 
 @compiled
 def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> Floats:
-    """Share of each output that can be on time at twice its TPOT's rate, >= ``LEAST_TIMELY``."""
+    """Share of each output that can be on time at twice its TPOT's rate, >= ``MIN_TIMELY``."""
     share = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
         tpot_s = table[row, TPOT] if table[row, TPOT] < inf else UNPACED_S
         late_s = max(0.0, work_s[row] - left_s[row])
         on_time = 1.0 - 2.0 * late_s / (tpot_s * expected_tokens(table[row]))
-        share[place] = max(LEAST_TIMELY, on_time)
+        share[place] = max(MIN_TIMELY, on_time)
     return share
 
 
@@ -427,7 +427,7 @@ def tail(
             held += table[row, KV_BLOCKS]
     for place, row in enumerate(shed):
         worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
-        if running[row] and timely[place] <= LEAST_TIMELY:
+        if running[row] and timely[place] <= MIN_TIMELY:
             late += 1
     room = limits.free_blocks - limits.reserve * (limits.free_blocks + held)
     places = limits.sequences - int(limits.reserve * (limits.sequences + limits.active))
@@ -444,7 +444,7 @@ def tail(
             if not begun and limits.standby < 2.0 * STANDBY_PROMPTS:
                 if limits.standby < STANDBY_PROMPTS:
                     continue
-                if timely[place] <= LEAST_TIMELY:
+                if timely[place] <= MIN_TIMELY:
                     late_places -= 1
                     if late_places < 0:
                         continue
@@ -675,7 +675,7 @@ class DeadlineTriage(BatchPolicy):
         usable: float,
     ) -> float:
         """When the batch must end; ``punctual``: the ``kept`` prefills on time, None: all."""
-        longest_s = max(TTFT_SHARE * self._least_ttft_s, LEAST_STEPS * latency.fixed_s)
+        longest_s = max(TTFT_SHARE * self._least_ttft_s, MIN_STEPS * latency.fixed_s)
         if decodes.least_step_s < inf:
             longest_s = max(longest_s, decodes.least_step_s)
         until_s = min(budget_s, longest_s)

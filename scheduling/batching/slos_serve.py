@@ -49,7 +49,7 @@ from sluice.scheduling.request.queue import QueueView
 
 Mask = NDArray[np.bool_]
 
-MOST_DECIDED = 2 * MOST_NEW
+MAX_DECIDED = 2 * MOST_NEW
 """Maximum number of new requests that one call decides, in about a millisecond."""
 
 
@@ -249,8 +249,8 @@ class SLOsServe(BatchPolicy):
         asking &= _blocks(table[:, PROMPT], self._budget) < there
         new = np.flatnonzero(asking & ~decided)
         self._decided = np.ones(len(keys), dtype=np.bool_)
-        self._decided[new[MOST_DECIDED:]] = False
-        new = new[:MOST_DECIDED]
+        self._decided[new[MAX_DECIDED:]] = False
+        new = new[:MAX_DECIDED]
         again = np.flatnonzero(asking & decided)
         worth = work_s[again] / table[again, PRIORITY]
         again = again[np.argsort(worth, kind="stable")[: max(0, MOST_NEW - len(new))]]

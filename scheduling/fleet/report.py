@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sluice.scheduling.assumptions import LEAST_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
+from sluice.scheduling.assumptions import MIN_STEPS, TTFT_SHARE, UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.fleet.rows import (
     BATCH_S,
@@ -327,7 +327,7 @@ def expected_tokens(row: Any) -> float:
 def set_step(figures: Floats, least_ttft_s: float, work_s: float, busy: bool) -> None:
     """Predict the step under way, which began with ``work_s`` of promised prefill to be done."""
     fixed_s, pace_s = figures[FIXED_S], figures[PACE_S]
-    longest_s = max(TTFT_SHARE * least_ttft_s, LEAST_STEPS * fixed_s)
+    longest_s = max(TTFT_SHARE * least_ttft_s, MIN_STEPS * fixed_s)
     figures[BATCH_S] = longest_s
     if pace_s < inf:
         slack_s = figures[DUE_S] - figures[BEGUN_S]

@@ -38,16 +38,16 @@ from sluice.scheduling.request.kernels import (
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
 
-MOST_LENGTH = 10
+MAX_LENGTH = 10
 """Longest length, as in appendix D."""
 
-LEAST_CHANCE = 0.05
+MIN_CHANCE = 0.05
 """A drafted token is not checked where it, and all before it, are right less often than this."""
 
 STEPS = 40
-"""Values of the least chance that are tried, from 1 to :data:`LEAST_CHANCE`."""
+"""Values of the least chance that are tried, from 1 to :data:`MIN_CHANCE`."""
 
-_RATIO = LEAST_CHANCE ** (1.0 / (STEPS - 1))
+_RATIO = MIN_CHANCE ** (1.0 / (STEPS - 1))
 
 Mask = NDArray[np.bool_]
 
@@ -88,7 +88,7 @@ def longest_lengths(alpha: Floats, drafted: Ints) -> Ints:
     most = np.ones(alpha.shape[0], np.int64)
     for row in range(alpha.shape[0]):
         chance = alpha[row]
-        while most[row] < min(MOST_LENGTH, drafted[row]) and chance >= LEAST_CHANCE:
+        while most[row] < min(MAX_LENGTH, drafted[row]) and chance >= MIN_CHANCE:
             most[row] += 1
             chance *= alpha[row]
     return most
@@ -152,8 +152,8 @@ def for_prefills(
     lowest_s, highest_s = max(floor_s, lowest_s), max(floor_s, highest_s)
     needed, lengths = np.ones(count, np.int64), np.ones(count, np.int64)
     load = np.zeros(pieces.shape[0])
-    events_s = np.empty(count * MOST_LENGTH)
-    event_rows = np.empty(count * MOST_LENGTH, np.int64)
+    events_s = np.empty(count * MAX_LENGTH)
+    event_rows = np.empty(count * MAX_LENGTH, np.int64)
     events, longest = 0, 1
     for row in range(count):
         while needed[row] < most[row] and (
@@ -173,7 +173,7 @@ def for_prefills(
     best = _prefill_rate(pieces, load, lowest_s, draft_s * (longest - 1))
     chosen = lengths.copy()
     for place in range(events + 1):
-        # Just before a decode needs more, everybody keeps pace with what they have.
+        # Just before a decode needs more, all keep their TPOT with what they have.
         at_s = highest_s if place == events else events_s[order[place]]
         rate = _prefill_rate(pieces, load, at_s, draft_s * (longest - 1))
         if rate > best:
@@ -273,7 +273,7 @@ def for_decodes(pieces: Floats, decodes: Decodes, draft_s: float) -> tuple[float
 PRIOR_ACCEPTANCE = 0.5
 """Taken for the acceptance of which nothing is known, so that something gets known."""
 
-MOST_ALPHA = 0.99
+MAX_ALPHA = 0.99
 """Largest acceptance that is planned with."""
 
 PRIOR_TRIALS = 8.0
@@ -369,10 +369,10 @@ class Lengths(NamedTuple):
 
 
 class Speculation(ABC):
-    """Chooses lengths for the batches of one policy. It keeps the recent pace of decodes."""
+    """Chooses lengths for the batches of one policy. It remembers how late decodes are."""
 
     def __init__(self) -> None:
-        self._paces = RecentPaces()
+        self._lateness = RecentLateness()
 
     def choose(
         self,
@@ -397,17 +397,17 @@ class Speculation(ABC):
         left_s = deadlines_s(decodes, anchor.code) - now_s
         behind_s = np.zeros(len(rows))
         if anchor is Anchor.LAST_TOKEN:
-            behind_s = self._paces.behind_s(queue.keys[rows], decodes)
+            behind_s = self._lateness.behind_s(queue.keys[rows], decodes)
             left_s -= behind_s
-        alpha = np.clip(decodes[:, ACCEPTANCE], 0.0, MOST_ALPHA)
+        alpha = np.clip(decodes[:, ACCEPTANCE], 0.0, MAX_ALPHA)
         alpha[np.isnan(alpha)] = PRIOR_ACCEPTANCE
-        pace_s = np.where(np.isfinite(tpot_s), tpot_s, 0.0)
+        finite_s = np.where(np.isfinite(tpot_s), tpot_s, 0.0)
         if held is None:
             tpot_s[:] = inf
         else:
             tpot_s[~held[rows] | (decodes[:, BEST_EFFORT] > 0)] = inf
         # A late request gets no time credit for tokens that are only expected.
-        credit_s = np.where(behind_s > 0, 0.0, CREDIT * pace_s)
+        credit_s = np.where(behind_s > 0, 0.0, CREDIT * finite_s)
         # Copied, as compiled loops know one layout.
         context, most = decodes[:, COMPUTED].copy(), 1 + decodes[:, DRAFTED].astype(np.int64)
         none = np.zeros(len(rows), np.bool_)
@@ -468,7 +468,7 @@ class AdaptiveLengths(Speculation):
         if floor_s == inf:
             floor_s = useful_s
         best, chosen = -inf, np.ones_like(most)
-        for cap in range(1, MOST_LENGTH + 1) if draft_s else (MOST_LENGTH,):
+        for cap in range(1, MAX_LENGTH + 1) if draft_s else (MAX_LENGTH,):
             capped = np.minimum(most, cap)
             own = Decodes(left_s, tpot_s, credit_s, alpha, context, capped, binds)
             if waits:
@@ -494,7 +494,7 @@ class AllDrafts(Speculation):
         return decodes.most
 
 
-class RecentPaces:
+class RecentLateness:
     """How far decodes are behind their TPOT: the largest lateness of any run of tokens that ends
     with the latest one."""
 
@@ -521,7 +521,7 @@ class RecentPaces:
 
 def _within(lengths: Ints, room: int) -> Ints:
     """``lengths``, cut to the longest common length with which their sum is within ``room``."""
-    for cap in range(MOST_LENGTH, 1, -1):
+    for cap in range(MAX_LENGTH, 1, -1):
         if lengths.sum() <= room:
             break
         lengths = np.minimum(lengths, cap - 1)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from sluice.scheduling.request.deadline import ENVELOPE, FIRST, LAST, next_due_s, resumed_ttft_s
 from sluice.scheduling.request.stages import (
-    MOST_STAGES,
+    MAX_STAGES,
     Stage,
     StagePosition,
     check_stages,
@@ -32,7 +32,7 @@ WINDOW_TOKENS: Final = 10
 """SLOs-Serve §6: "we measure the TPOT every 10 tokens"."""
 
 
-LEAST_PACE_TOKENS: Final = 8
+MIN_TPOT_TOKENS: Final = 8
 """Tokens from which a stream's TPOT is judged: with fewer, one slow step makes it look late."""
 
 
@@ -98,9 +98,9 @@ class TPOTMeter:
         # No window yet, or all tokens were in the first group.
         return self.mean_tpot_s
 
-    def _note(self, pace_s: float) -> None:
-        if self._worst_s is None or pace_s > self._worst_s:
-            self._worst_s = pace_s
+    def _note(self, tpot_s: float) -> None:
+        if self._worst_s is None or tpot_s > self._worst_s:
+            self._worst_s = tpot_s
 
     def _group(self, now_s: float) -> None:
         """The stream has ``tokens`` tokens at ``now_s``."""
@@ -181,7 +181,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
     priority: int = 1
     service_class: Annotated[str, Meta(min_length=1, max_length=256)] = "standard"
     tpot_anchor: TPOTAnchor = TPOTAnchor.MEAN
-    stages: Annotated[tuple[Stage, ...], Meta(max_length=MOST_STAGES)] = ()
+    stages: Annotated[tuple[Stage, ...], Meta(max_length=MAX_STAGES)] = ()
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s", "e2e_s"):
@@ -240,7 +240,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
     ) -> tuple[float | None, float | None]:
         """TTFT and TPOT of a running request, seconds, each None unless it is late by now."""
         ttft_due_s, tpot_due_s, _, _ = self.columns
-        if tokens < LEAST_PACE_TOKENS:
+        if tokens < MIN_TPOT_TOKENS:
             tpot_s = None
         return (
             ttft_s if ttft_s is not None and ttft_s > ttft_due_s else None,

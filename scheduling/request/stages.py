@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from sluice.scheduling.request.deadline import paced
 
-MOST_LOOPS: Final = 1 << 16
+MAX_LOOPS: Final = 1 << 16
 """Most loops that are remembered. The one without a turn for longest is forgotten first."""
 
 KEPT_S: Final = 86_400.0
@@ -35,15 +35,15 @@ class LoopStarts:
         if seen is not None and now_s - seen[1] <= KEPT_S:
             turn_s = min(turn_s, seen[0])
         known[key] = turn_s, now_s
-        while len(known) > MOST_LOOPS or now_s - next(iter(known.values()))[1] > KEPT_S:
+        while len(known) > MAX_LOOPS or now_s - next(iter(known.values()))[1] > KEPT_S:
             known.popitem(last=False)
         return turn_s
 
 
-MOST_STAGES: Final = 8
+MAX_STAGES: Final = 8
 """Most stages of a request."""
 
-MOST_STAGE_TOKENS: Final = 1 << 30
+MAX_STAGE_TOKENS: Final = 1 << 30
 
 
 class Stage(NamedTuple):
@@ -87,14 +87,14 @@ class Stage(NamedTuple):
 
 def check_stages(stages: Sequence[Stage]) -> None:
     """Raises ValueError for impossible stages, such as a last one that ends before the request."""
-    if len(stages) > MOST_STAGES:
-        raise ValueError(f"a request has at most {MOST_STAGES} stages, got {len(stages)}")
+    if len(stages) > MAX_STAGES:
+        raise ValueError(f"a request has at most {MAX_STAGES} stages, got {len(stages)}")
     for stage in stages:
         for time_s in stage.times_s:
             if time_s is not None and not 0 < time_s < inf:
                 raise ValueError(f"a stage's times must be positive and finite, got {time_s}")
         for tokens in stage[3:]:
-            if type(tokens) is not int or not 0 <= tokens <= MOST_STAGE_TOKENS:
+            if type(tokens) is not int or not 0 <= tokens <= MAX_STAGE_TOKENS:
                 raise ValueError(f"a stage's tokens must be an integer from 0 on, got {tokens!r}")
     if stages and stages[-1].tokens:
         raise ValueError("the last stage ends with the request, so its tokens must be 0")
@@ -172,8 +172,8 @@ def strictest(
 ) -> tuple[float | None, float | None, float | None]:
     """TTFT, TPOT and end-to-end time before the request begins: the first TTFT, the tightest TPOT
     (§3.2.1), and all time there is (``e2e_s``: stated for the whole)."""
-    paces = [stage.paced() for stage in stages]
-    ttft_s, tpot_s = paces[0][0], min(pace_s for _, pace_s in paces)
+    paced_s = [stage.paced() for stage in stages]
+    ttft_s, tpot_s = paced_s[0][0], min(tpot_s for _, tpot_s in paced_s)
     whole_s = sum(inf if stage.e2e_s is None else stage.e2e_s for stage in stages)
     if e2e_s is not None:
         whole_s = min(whole_s, e2e_s)

@@ -25,7 +25,7 @@ from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
 from sluice.router.wire import MAX_OBJECTIVE_MS
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
-from sluice.scheduling.request.stages import KEPT_S, MOST_LOOPS, MOST_STAGES, Stage
+from sluice.scheduling.request.stages import KEPT_S, MAX_LOOPS, MAX_STAGES, Stage
 from tests.documents import ROOT, marked, section
 from tests.router.far_side import Edge, FarSide, serve
 
@@ -149,7 +149,7 @@ def test_the_example_of_stages_is_read_as_it_says() -> None:
         Stage(tpot_s=0.2),
     )
     assert slo.times_s == (2.0, 0.05, None), "its first TTFT and its tightest TPOT"
-    assert f"at most {MOST_STAGES}" in section(PAGE, "Stages")
+    assert f"at most {MAX_STAGES}" in section(PAGE, "Stages")
 
 
 def test_the_example_of_a_loop_is_read_as_it_says() -> None:
@@ -158,7 +158,7 @@ def test_the_example_of_a_loop_is_read_as_it_says() -> None:
     assert found.loop == ("fix-42", 60_000)
     words = " ".join(section(PAGE, "Tool loops").split())
     assert f"1 to {MAX_SESSION_CHARACTERS} characters" in words
-    assert f"at most {MOST_LOOPS:,} of them" in words
+    assert f"at most {MAX_LOOPS:,} of them" in words
     assert KEPT_S == MAX_OBJECTIVE_MS / 1000 == 86_400, "a day"
     assert f"at most {LOOP_TIMEOUT_S * 1000:g} ms" in words
 

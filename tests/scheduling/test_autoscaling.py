@@ -139,12 +139,9 @@ def test_the_size_is_within_bounds_and_a_function_of_what_went_in(
     assert lives[0] == lives[1]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_says_what_it_is(name: str) -> None:
-    policy = make_policy(name)
-    assert (policy.name, policy.source) == (name, POLICIES[name].source)
+def test_unknown_policies_and_options_are_refused() -> None:
     with pytest.raises(ValidationError, match="no_such_option"):
-        make_policy(name, {"no_such_option": 1})
+        make_policy("head_room", {"no_such_option": 1})
     with pytest.raises(ValueError, match="unknown autoscaling policy 'none'"):
         make_policy("none")
 

@@ -421,12 +421,3 @@ def test_turns_change_no_tenant_s_own_order_and_stay_even(
     assert [tag_of[row] for row in turned.tolist()] == sorted(tag_of.values()) or (
         len({table[row, TENANT] for row in order.tolist()}) <= 1
     )
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="greater than 0"):
-        BestEffortOptions(patience_s=0)
-    with pytest.raises(ValueError, match=r"less than or equal to 0\.5"):
-        BestEffortOptions(aged_share=0.6)
-    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        BestEffortOptions.model_validate({"patience": 3})

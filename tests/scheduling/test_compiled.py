@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sluice.scheduling.batching.warm_up import warm_up
 from tests.compiled_loops import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,8 +177,3 @@ for wrong in ((None, 1), (1.0, 1.5), (1.0, "1")):
 assert len(total.signatures) == 1
 """
     run(code)
-
-
-def test_an_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="unknown batching policy 'none'"):
-        warm_up("none")

@@ -14,9 +14,9 @@ from sluice.scheduling.admission.base import Constraint
 from sluice.scheduling.autoscaling import Demand, Load
 from sluice.scheduling.autoscaling.load import (
     EXCESS,
-    LEAST_SPAN_S,
     MAX_UNPLACED,
     MEMORY,
+    MIN_SPAN_S,
     RecentDemand,
 )
 from sluice.scheduling.fleet.fleet import Fleet
@@ -271,7 +271,7 @@ def test_it_is_the_sum_of_its_definition(
         recent.add(*each)
     _, work_s, slack_s, priority = own
     worth, expected = priority / max(work_s, 1e-9), 0.0
-    span_s = max(20.0 - min((each[0] for each in asked), default=0.0), LEAST_SPAN_S)
+    span_s = max(20.0 - min((each[0] for each in asked), default=0.0), MIN_SPAN_S)
     for _, other_s, due_s, weight in asked:
         other = weight / max(other_s, 1e-9)
         if other > worth and max(0.0, due_s) < slack_s < inf:

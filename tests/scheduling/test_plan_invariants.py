@@ -23,7 +23,7 @@ from sluice.scheduling.latency.model import (
     RooflineLatency,
     StepSample,
 )
-from sluice.scheduling.latency.speculation import MOST_LENGTH
+from sluice.scheduling.latency.speculation import MAX_LENGTH
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.examples import examples
@@ -195,7 +195,7 @@ def test_every_plan_can_run_exactly_as_planned_and_is_not_empty_where_something_
             view = views[entry.request_id]
             assert 1 <= entry.tokens <= view.pending_tokens + view.drafted_tokens
             if not view.is_prefill:
-                assert entry.tokens <= MOST_LENGTH
+                assert entry.tokens <= MAX_LENGTH
         run_as_engine(queue, plan, budget)
         work = [(tokens, views[request_id].computed_tokens) for request_id, tokens in plan.entries]
         checked = [t - views[rid].pending_tokens for rid, t in plan.entries]

@@ -57,7 +57,7 @@ def test_a_policy_is_made_by_name_with_its_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("import missing_module", "cannot be imported: .*missing_module"),
         ("Second = 3", "must be a subclass of First"),
@@ -68,8 +68,8 @@ def test_a_policy_is_made_by_name_with_its_options() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_an_installed_policy_is_told_where_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, told: str
+def test_an_error_in_an_installed_policy_is_raised_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
 ) -> None:
     module = f"offered_{abs(hash(code))}"
     (tmp_path / f"{module}.py").write_text(code)
@@ -79,7 +79,7 @@ def test_what_is_wrong_with_an_installed_policy_is_told_where_it_is_used(
     # Names are known, and the others work, without it.
     assert list(registry) == ["first", "second"]
     registry.make("first")
-    with pytest.raises(ValueError, match=f"testing policy 'second' of offering .*{told}"):
+    with pytest.raises(ValueError, match=f"testing policy 'second' of offering .*{message}"):
         registry.make("second")
 
 

@@ -27,7 +27,7 @@ from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.routing import make_policy
 from tests.examples import examples
 from tests.scheduling.steps import run
-from tests.scheduling.views import prefill, queues
+from tests.scheduling.views import queues
 
 CASES = range(300)
 BATCH_TOKENS = 2_048
@@ -246,15 +246,3 @@ def test_what_the_controller_promised_is_promised_whatever_else_asks(queue: Queu
     policy.plan(QueueView(guaranteed), 100.0, MODEL, BatchBudget(512, 16, 200, 16))
     keys = set(policy.promised_keys.tolist())
     assert keys >= {hash(view.request_id) for view in guaranteed if view.promised}
-
-
-def test_a_promised_prompt_is_before_those_of_which_only_the_replica_thinks_they_can_be_held() -> (
-    None
-):
-    promised = prefill("promised", 6_000, SLO(2.0, 0.1))._replace(promised=True)
-    stream = [
-        (prefill(f"r{n}", 400, SLO(0.3, priority=10), arrival_s=0.001 + 0.01 * n), 1)
-        for n in range(200)
-    ]
-    served = run(SLOsServe(), [(promised, 20), *stream], LinearLatency(a=0.01, b=1e-4))
-    assert served.tokens_s["promised"][0] <= 2.0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan
-from sluice.scheduling.batching.slos_serve import MOST_DECIDED, SLOsServe, SLOsServeOptions
+from sluice.scheduling.batching.slos_serve import MAX_DECIDED, SLOsServe, SLOsServeOptions
 from sluice.scheduling.batching.token_budget import Sarathi, SarathiOptions
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency, RooflineLatency
 from sluice.scheduling.request.kernels import TTFT
@@ -186,14 +186,12 @@ def test_a_declined_request_is_asked_again_when_another_has_left() -> None:
 def test_of_a_burst_the_earliest_are_decided_on_first_and_the_others_lose_nothing() -> None:
     # One token each: a batch of all takes 55 ms, and all of them can be promised.
     chosen = policy()
-    waiting = [
-        prefill(f"r{n}", 1, SLO(ttft_s=5.0, tpot_s=0.1)) for n in range(2 * MOST_DECIDED + 9)
-    ]
-    first = {view.request_id for view in waiting[:MOST_DECIDED]}
+    waiting = [prefill(f"r{n}", 1, SLO(ttft_s=5.0, tpot_s=0.1)) for n in range(2 * MAX_DECIDED + 9)]
+    first = {view.request_id for view in waiting[:MAX_DECIDED]}
     assert promised(chosen, *waiting) == first
     # Those that were served meanwhile without a promise are asked like the others.
     begun = [decode(view.request_id, view.slo, context=1) for view in waiting]
-    assert len(promised(chosen, *begun)) == 2 * MOST_DECIDED
+    assert len(promised(chosen, *begun)) == 2 * MAX_DECIDED
     assert promised(chosen, *begun) == {view.request_id for view in waiting}
 
 

@@ -21,8 +21,8 @@ from sluice.scheduling.latency.model import (
 from sluice.scheduling.latency.speculation import (
     CREDIT,
     MAX_CLASSES,
+    MAX_LENGTH,
     MEMORY_TRIALS,
-    MOST_LENGTH,
     PRIOR_ACCEPTANCE,
     AcceptanceRates,
     AdaptiveLengths,
@@ -83,7 +83,7 @@ decodes_of = st.builds(
             st.floats(0.0, 2.5),
             st.sampled_from([0.0, 0.1, 0.5, 0.7, 0.9]),
             st.integers(0, 4_000),
-            st.integers(1, MOST_LENGTH),
+            st.integers(1, MAX_LENGTH),
             st.booleans(),
         ),
         min_size=1,
@@ -138,7 +138,7 @@ def test_no_other_lengths_leave_more_prefill(
                 draft_s,
             )
             # With a draft model the longest length has a price, so each is tried.
-            for cap in (range(1, MOST_LENGTH + 1) if draft_s else (MOST_LENGTH,))
+            for cap in (range(1, MAX_LENGTH + 1) if draft_s else (MAX_LENGTH,))
         ),
         key=lambda pair: pair[0],
     )
@@ -155,10 +155,10 @@ def test_no_other_lengths_leave_more_prefill(
 def test_with_one_tier_it_is_the_problem_of_the_paper() -> None:
     # SLOs-Serve appendix D: (time2bs(T) - n sl) / T with T = TPOT Acc(sl).
     tpot_s, alpha, count = 0.05, 0.7, 20
-    decodes = Decodes([(tpot_s, 1.0, alpha, 0, MOST_LENGTH, True)] * count)
+    decodes = Decodes([(tpot_s, 1.0, alpha, 0, MAX_LENGTH, True)] * count)
     found, lengths = for_prefills(MODEL.pieces, decodes.solved(decodes.most), tpot_s, 0.0)
     expected = {}
-    for length in range(1, MOST_LENGTH + 1):
+    for length in range(1, MAX_LENGTH + 1):
         batch_s = tpot_s * (1 - alpha**length) / (1 - alpha)
         expected[length] = ((batch_s - 0.02) / 0.0001 - count * length) / batch_s
     assert found == pytest.approx(max(expected.values()))
@@ -191,7 +191,7 @@ def test_decodes_alone_get_nearly_the_most_output_per_second(
                 decodes.solved(np.minimum(decodes.most, cap))._replace(left_s=slack),
                 draft_s,
             )
-            for cap in range(1, MOST_LENGTH + 1)
+            for cap in range(1, MAX_LENGTH + 1)
         ),
         key=lambda pair: pair[0],
     )
@@ -282,7 +282,7 @@ def test_one_that_fell_behind_takes_more_of_the_batch_and_makes_it_shorter() -> 
     others = [drafting(f"t{n}", TIGHT) for n in range(5)]
     on_pace = lengths_of(drafting("x", TIGHT), *others, PROMPT)
     behind = lengths_of(drafting("x", TIGHT, left=0.2), *others, PROMPT)
-    assert on_pace.drafts[0] == behind.drafts[0] == MOST_LENGTH - 1
+    assert on_pace.drafts[0] == behind.drafts[0] == MAX_LENGTH - 1
     # It has no more to give, so the batch ends as much earlier as it is behind.
     assert max(behind.drafts[1:6]) < max(on_pace.drafts[1:6])
     slack = [drafting("x", TIGHT, left=0.2), *(drafting(f"t{n}", TIGHT, left=2) for n in range(5))]

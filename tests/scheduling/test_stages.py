@@ -18,7 +18,7 @@ from sluice.scheduling.request import stages
 from sluice.scheduling.request.objective import SLO, StageClock, TokenClock, clock_of
 from sluice.scheduling.request.stages import (
     KEPT_S,
-    MOST_STAGES,
+    MAX_STAGES,
     LoopStarts,
     Stage,
     StagePosition,
@@ -70,7 +70,7 @@ def test_what_is_planned_of_the_whole_is_planned_of_each_stage() -> None:
         ((Stage(tokens=-1), Stage()), "an integer from 0 on"),
         ((Stage(tokens=1.5), Stage()), "an integer from 0 on"),  # type: ignore[arg-type]
         ((Stage(tokens=3),), "ends with the request"),
-        ((Stage(),) * (MOST_STAGES + 1), "at most 8 stages"),
+        ((Stage(),) * (MAX_STAGES + 1), "at most 8 stages"),
     ],
 )
 def test_stages_that_are_none_are_refused(stages: tuple[Stage, ...], problem: str) -> None:
@@ -231,7 +231,7 @@ def test_those_with_the_latest_turns_are_remembered(turns: list[int]) -> None:
     most, starts = 3, LoopStarts()
     first: dict[int, float] = {}
     latest: list[int] = []
-    whole, stages.MOST_LOOPS = stages.MOST_LOOPS, most  # type: ignore[misc]
+    whole, stages.MAX_LOOPS = stages.MAX_LOOPS, most  # type: ignore[misc]
     try:
         for at, key in enumerate(turns):
             remembered = key in latest[-most:]
@@ -240,7 +240,7 @@ def test_those_with_the_latest_turns_are_remembered(turns: list[int]) -> None:
             latest = [each for each in latest if each != key] + [key]
             assert len(starts) <= most
     finally:
-        stages.MOST_LOOPS = whole  # type: ignore[misc]
+        stages.MAX_LOOPS = whole  # type: ignore[misc]
 
 
 DECODE = {"emitted": 1, "first_token_s": 0.0, "expected": 101}
@@ -291,8 +291,8 @@ def test_a_new_request_leaves_room_for_the_stages_of_others(decodes: int, holds:
     plain = fleet_of(report(*[staged(0) for _ in range(decodes)]))
     policy = make_policy("moore_hodgson")
     assert policy.promises(job(plain, asked), plain).holds[0]
-    told = policy.promises(job(fleet, asked), fleet)
-    assert (told.holds[0], told.binds[0] == Constraint.TTFT) == (holds, not holds)
+    made = policy.promises(job(fleet, asked), fleet)
+    assert (made.holds[0], made.binds[0] == Constraint.TTFT) == (holds, not holds)
 
 
 @pytest.mark.parametrize(("ttft_s", "holds"), [(0.2, True), (0.08, False), (None, True)])
