@@ -61,6 +61,7 @@ from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
+from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import MOST_TOGETHER, Placer
 from sluice.scheduling.request.job import (
     DECLINED,
@@ -143,7 +144,7 @@ class Controller:
         routing, admission = config.make_routing(), config.make_admission()
         self._recent = RecentDecisions()
         self._calibration = Calibration(config.promise_level)
-        self._lengths = config.make_lengths()
+        self._lengths = OutputLengths(config.promise_level)
         self._promises = PromiseLog(config.promise_level)
         self._cold_start = (
             ColdStart(config.startup_s, self._heard_s + SETTLING_S) if config.startup_s else None

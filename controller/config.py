@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
 from sluice.scheduling.placement.cells import MOST_CELLS
-from sluice.scheduling.placement.output_lengths import LengthRange, OutputLengths
 from sluice.scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"
@@ -41,13 +40,6 @@ class ControllerConfig(BaseModel):
         lt=1,
         description="Target share of guarantees that are kept: the safety margin of a guarantee is "
         "learned from the outcomes of earlier ones.",
-    )
-    output_tokens: dict[str, tuple[int, int]] = Field(
-        default_factory=dict,
-        max_length=16,
-        description="Range of the output lengths by service class, `[least, most]` tokens, each "
-        "length equally likely: end-to-end times of the class are guaranteed for this range. "
-        "Output lengths of classes without an entry are learned.",
     )
     stale_after_s: float = Field(
         default=2.0,
@@ -94,22 +86,7 @@ class ControllerConfig(BaseModel):
     def _check_policy(self) -> ControllerConfig:
         self.make_routing()
         self.make_admission()
-        self.make_lengths()
         return self
-
-    def make_lengths(self) -> OutputLengths:
-        """The output lengths as configured, before any output is observed. Raises ValueError: a
-        range is invalid."""
-        stated = {}
-        for name, (least, most) in self.output_tokens.items():
-            try:
-                stated[name] = LengthRange(least, most)
-            except ValueError:
-                raise ValueError(
-                    f"output_tokens.{name} must be [least, most] with 1 <= least <= most, "
-                    f"got [{least}, {most}]"
-                ) from None
-        return OutputLengths(self.promise_level, stated)
 
     def make_routing(self) -> RoutingPolicy:
         """A new routing policy. Raises ValueError: no such policy, or an option that is unknown or

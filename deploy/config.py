@@ -211,18 +211,6 @@ class SluiceConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_output_tokens(self) -> SluiceConfig:
-        for fleet in self.fleets:
-            unknown = sorted(set(fleet.config.controller.output_tokens) - set(self.router.classes))
-            if unknown:
-                known = ", ".join(sorted(self.router.classes))
-                raise ValueError(
-                    f"controller.output_tokens names {', '.join(unknown)}, which router.classes "
-                    f"does not have; its classes are: {known}"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _check_cells(self) -> SluiceConfig:
         for fleet in self.fleets:
             if fleet.config.controller.cells == 1:

@@ -1,19 +1,18 @@
 """How long outputs turn out, by service class and tenant, where end-to-end times are promised.
 
-002 §4.2 models the lengths of a task class by a Gaussian, unless the user states a distribution.
-Our reading differs for promises: a Gaussian's tail is too short, so a promise takes the quantile of
-the lengths themselves. Outputs that ``max_tokens`` or the client cut off count until then
-(product-limit estimate, Kaplan & Meier 1958); else short ``max_tokens`` would teach short outputs.
+002 §4.2 models the lengths of a task class by a Gaussian. Our reading differs for promises: a
+Gaussian's tail is too short, so a promise takes the quantile of the lengths themselves. Outputs
+that ``max_tokens`` or the client cut off count until then (product-limit estimate, Kaplan & Meier
+1958); else short ``max_tokens`` would teach short outputs.
 """
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, erfc, exp, inf, isfinite, log, nan, nextafter, pi, sqrt
-from statistics import NormalDist
+from math import erfc, exp, inf, isfinite, nan, pi, sqrt
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -26,9 +25,8 @@ from sluice.scheduling.request.job import RouteQuery
 # How long an output will be: per task class, as a distribution.
 #
 # 002 §4.2 and §5.1 model the output lengths of each task type by a Gaussian that follows the
-# completed requests, unless the user states a range or a distribution; §5.3 replaces it by the
-# real length with an error, to see what better prediction would bring. Lengths are tokens of the
-# whole output.
+# completed requests; §5.3 replaces it by the real length with an error, to see what better
+# prediction would bring. Lengths are tokens of the whole output.
 
 MAX_TASKS = 1024
 """Most task classes that are followed; the one that completed longest ago goes first."""
@@ -37,24 +35,6 @@ MAX_TASK_NAME = 256
 """Longest name of a task class that is followed, characters."""
 
 _TAIL = 8.0
-_BELOW_ONE = nextafter(1.0, 0.0)
-_NORMAL = NormalDist()
-
-
-class LengthDistribution(Protocol):
-    """The length of an output, with what is known of it before it has ended."""
-
-    @property
-    def mean(self) -> float:
-        """Expected tokens."""
-
-    def given(self, emitted_tokens: int) -> float:
-        """Expected total tokens of an unfinished output with ``emitted_tokens``: always at least
-        one more."""
-
-    def quantile(self, share: float, emitted_tokens: int = 0) -> float:
-        """Tokens that ``share`` of those outputs stay within; at least one more. Raises
-        ``ValueError`` if ``share`` is outside (0, 1)."""
 
 
 class LengthPredictor(Protocol):
@@ -94,58 +74,6 @@ class GaussianLength:
         score = (emitted_tokens - self.mean) / self.deviation
         return max(self.mean + self.deviation * _hazard(score), least)
 
-    def quantile(self, share: float, emitted_tokens: int = 0) -> float:
-        """Of the tail above ``emitted_tokens``; far out, where the tail is close to exponential,
-        of that exponential."""
-        _check_share(share)
-        least = emitted_tokens + 1.0
-        if self.deviation == 0:
-            return max(self.mean, least)
-        score = (emitted_tokens - self.mean) / self.deviation
-        if score > _TAIL:
-            tokens = emitted_tokens - log(1 - share) * self.deviation / _hazard(score)
-        else:
-            # By symmetry, so that a small tail keeps its digits.
-            beyond = (1 - share) * 0.5 * erfc(score / sqrt(2))
-            tokens = self.mean - self.deviation * _NORMAL.inv_cdf(min(beyond, _BELOW_ONE))
-        return max(tokens, least)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthRange:
-    """Any length from ``low`` to ``high`` tokens alike, as a user may state it; an output that
-    passes ``high`` is expected to have one token more. Raises ``ValueError`` if not ``1 <= low <=
-    high``."""
-
-    low: int
-    high: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"a length range needs 1 <= low <= high, got {self.low}, {self.high}")
-
-    @property
-    def mean(self) -> float:
-        """The middle."""
-        return (self.low + self.high) / 2
-
-    def given(self, emitted_tokens: int) -> float:
-        """The middle of what is left of the range."""
-        least = max(self.low, emitted_tokens + 1)
-        return (least + max(self.high, least)) / 2
-
-    def quantile(self, share: float, emitted_tokens: int = 0) -> float:
-        """The least of the range's whole numbers that enough outputs stay within."""
-        _check_share(share)
-        least = max(self.low, emitted_tokens + 1)
-        enough = ceil(share * (self.high - least + 1))
-        return float(least + max(0, enough - 1))
-
-
-def _check_share(share: float) -> None:
-    if not 0 < share < 1:
-        raise ValueError(f"share must be between 0 and 1, got {share}")
-
 
 def _hazard(score: float) -> float:
     """Mean of the standard normal tail above ``score``. Far out, where density and tail vanish, the
@@ -173,31 +101,22 @@ class _Moments:
 
 
 class TaskLengths:
-    """Predicts by task class: what the user stated, else the Gaussian of about the last ``memory``
-    requests. ``O(1)`` per call; at most ``max_tasks`` classes are learned.
+    """Predicts by task class: the Gaussian of about the last ``memory`` requests. ``O(1)`` per
+    call; at most ``max_tasks`` classes are learned.
 
     Raises ``ValueError`` for ``memory`` below 2 or ``max_tasks`` outside [1, ``MAX_TASKS``]."""
 
-    def __init__(
-        self,
-        stated: Mapping[str, LengthDistribution] | None = None,
-        memory: int = 200,
-        max_tasks: int = MAX_TASKS,
-    ) -> None:
+    def __init__(self, memory: int = 200, max_tasks: int = MAX_TASKS) -> None:
         if memory < 2:
             raise ValueError(f"memory must be at least 2 requests, got {memory}")
         if not 1 <= max_tasks <= MAX_TASKS:
             raise ValueError(f"max_tasks must be from 1 to {MAX_TASKS}, got {max_tasks}")
-        self._stated = dict(stated or {})
         self._memory = memory
         self._max_tasks = max_tasks
         self._learned: OrderedDict[str, _Moments] = OrderedDict()
 
-    def distribution(self, task: str) -> LengthDistribution | None:
+    def distribution(self, task: str) -> GaussianLength | None:
         """The distribution of ``task``, or ``None`` if nothing is known of it."""
-        stated = self._stated.get(task)
-        if stated is not None:
-            return stated
         moments = self._learned.get(task)
         if moments is None:
             return None
@@ -212,7 +131,7 @@ class TaskLengths:
     def observe(self, task: str, output_tokens: int) -> None:
         """A request of ``task`` completed. One without output, which was aborted, teaches nothing,
         and a class with a name above :data:`MAX_TASK_NAME` characters is not followed."""
-        if output_tokens < 1 or task in self._stated or len(task) > MAX_TASK_NAME:
+        if output_tokens < 1 or len(task) > MAX_TASK_NAME:
             return
         moments = self._learned.get(task)
         if moments is None:
@@ -290,22 +209,15 @@ class OutputLengths:
     """Learns the lengths of outputs by service class and tenant, from how requests ended.
 
     A tenant counts by its own outputs from ``LEAST_ENDED`` on, and by its class before; until a
-    class has as many, one of ``UNKNOWN_OUTPUT_TOKENS`` is added. A class with a stated distribution
-    learns nothing. ``O(1)`` to ask, ``O(MEMORY log MEMORY)`` for ``EVERY`` outputs to learn,
-    bounded memory.
+    class has as many, one of ``UNKNOWN_OUTPUT_TOKENS`` is added. ``O(1)`` to ask, ``O(MEMORY log
+    MEMORY)`` for ``EVERY`` outputs to learn, bounded memory.
 
     Raises ``ValueError`` if ``level``, the share of outputs within the bound, is not in (0, 1)."""
 
-    def __init__(
-        self, level: float = 0.99, stated: Mapping[str, LengthDistribution] | None = None
-    ) -> None:
+    def __init__(self, level: float = 0.99) -> None:
         if not 0.0 < level < 1.0:
             raise ValueError(f"the level must be between 0 and 1, got {level}")
         self._level = level
-        self._stated = {
-            name: OutputLength(of.mean, max(of.mean, of.quantile(level)))
-            for name, of in (stated or {}).items()
-        }
         self._classes: OrderedDict[str, _Seen] = OrderedDict()
         self._tenants: OrderedDict[tuple[str, int], _Seen] = OrderedDict()
 
@@ -316,12 +228,10 @@ class OutputLengths:
     def of(self, query: RouteQuery) -> OutputLength:
         """What is expected of the output of a request."""
         service_class, most_tokens = query.slo.service_class, float(query.output_tokens)
-        found = self._stated.get(service_class)
-        if found is None:
-            seen = self._tenants.get((service_class, query.tenant))
-            if seen is None or seen.ended < LEAST_ENDED:
-                seen = self._classes.get(service_class)
-            found = UNKNOWN if seen is None else seen.length
+        seen = self._tenants.get((service_class, query.tenant))
+        if seen is None or seen.ended < LEAST_ENDED:
+            seen = self._classes.get(service_class)
+        found = UNKNOWN if seen is None else seen.length
         if not most_tokens:
             return found
         return OutputLength(min(found.mean, most_tokens), min(found.bound, most_tokens))
@@ -330,8 +240,6 @@ class OutputLengths:
         """Learn from an output of ``tokens`` that ended by itself or was cut off. Empty outputs and
         class names that are empty or too long are ignored."""
         if tokens < 1 or not 0 < len(service_class) <= MAX_TASK_NAME:
-            return
-        if service_class in self._stated:
             return
         tokens = min(tokens, _MOST_TOKENS)
         of_class = used(self._classes, service_class, _Seen, MAX_CLASSES)

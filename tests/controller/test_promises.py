@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sluice.controller.config import ControllerConfig
+from sluice.controller.observability.observer import promise_summary
 from sluice.controller.observability.readings import reliable
-from sluice.controller.observability.snapshot import promise_summary
 from sluice.controller.state.promises import RECENT, RECENT_S, PromiseLog
 from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.calibration import PRIOR
@@ -22,9 +22,8 @@ from tests.controller.fleet import Clock, ObservedController, hello, newer_push,
 class Site:
     """A controller of one idle replica whose steps take 4 ms, and its router."""
 
-    def __init__(self, config: ControllerConfig | None = None) -> None:
-        config = config or ControllerConfig(stale_after_s=60)
-        self.controller = ObservedController(config, Clock())
+    def __init__(self) -> None:
+        self.controller = ObservedController(ControllerConfig(stale_after_s=60), Clock())
         self.keys = 0
 
     async def ask(
@@ -48,8 +47,8 @@ class Site:
         await self.controller.push_metrics(newer_push("router-1", ()), endings)
 
 
-async def site_of(config: ControllerConfig | None = None) -> Site:
-    site = Site(config)
+async def site_of() -> Site:
+    site = Site()
     await site.controller.hello(hello("a"))
     return site
 
@@ -99,20 +98,6 @@ async def test_what_a_router_leaves_out_teaches_nothing() -> None:
     site = await site_of()
     await site.end(*[16] * 200, name="")
     assert (await site.ask(1.0, name="")).tier is None  # no query: a class has a name
-
-
-async def test_a_stated_range_is_what_counts() -> None:
-    stated = ControllerConfig(output_tokens={"chat": (10, 60)}, stale_after_s=60)
-    site = await site_of(stated)
-    assert (await site.ask(1.0)).tier is Tier.GUARANTEED
-    await site.end(*[600] * 200)
-    assert (await site.ask(1.0)).tier is Tier.GUARANTEED
-
-
-@pytest.mark.parametrize("wrong", [(0, 5), (6, 5), (5,), (1, 2, 3), ("a", 2)])
-def test_a_range_that_is_none_is_refused(wrong: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match=r"output_tokens\.chat"):
-        ControllerConfig.model_validate({"output_tokens": {"chat": wrong}})
 
 
 CHAT = SLO(1.0, service_class="chat")

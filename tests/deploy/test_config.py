@@ -38,8 +38,6 @@ def test_flags_lie_over_the_file(tmp_path: Path) -> None:
         ("engine: {policy: sarathi, policy_options: {budget: 1}}", "budget"),
         ("controller: {policy: nearest}", "nearest"),
         ("router: {default_class: gold}", "gold"),
-        ("controller: {output_tokens: {gold: [1, 9]}}", "gold.*router.classes.*standard"),
-        ("controller: {output_tokens: {batch: [9, 1]}}", "output_tokens.batch.*least <= most"),
         ("router: {port: 70000}", "router.port"),
         ("router: {classes: {a: {ttft_ms: -1}}, default_class: a}", "ttft_ms"),
         (

@@ -11,7 +11,7 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.placement.calibration import PRIOR, Calibration
-from sluice.scheduling.placement.output_lengths import LengthRange, OutputLengths
+from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import Placer, shared_out
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
@@ -76,8 +76,6 @@ def test_learned_lengths_move_the_decision() -> None:
     assert mixed.of(RouteQuery(1, SLO(), 1)).mean < 100
     assert placer(fleet_of(report()), lengths=mixed).place(asked, 0.0).tier is None
     assert placer(fleet_of(report()), lengths=mixed).place(query(SLO(e2e_s=3.0), most=60), 0.0).tier
-    stated = OutputLengths(0.99, {"standard": LengthRange(10, 60)})
-    assert placer(fleet_of(report()), lengths=stated).place(asked, 0.0).tier
 
 
 def test_a_busy_replica_asks_to_come_back_where_an_idle_one_could_promise() -> None:
