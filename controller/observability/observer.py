@@ -25,7 +25,7 @@ from sluice.controller.observability.metrics import KEPT_S, controller_age, cont
 from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.controller.observability.readings import Detail, Reliable, ReplicaDetail
 from sluice.controller.observability.recent_decisions import DECISIONS
-from sluice.controller.state.promises import EndedPromise
+from sluice.controller.state.promises import QUANTILES, EndedPromise
 from sluice.controller.state.quarantine import Quarantined
 from sluice.controller.transport.channel import NoAnswerError
 from sluice.controller.transport.checks import checked, short
@@ -33,7 +33,6 @@ from sluice.protocol.messages import MetricsPush
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.state import RUNNING, SUMMARY, WAITING
-from sluice.scheduling.placement.reliability import QUANTILES
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import Objective
 from sluice.scheduling.roles import Role

@@ -13,14 +13,13 @@ import numpy as np
 from sluice.controller.observability.recent_decisions import Counters, Counts, RequestClasses
 from sluice.controller.state.drains import drain_of
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.controller.state.promises import EndedPromise, PromiseLog
+from sluice.controller.state.promises import Curve, EndedPromise, PromiseLog
 from sluice.controller.state.quarantine import Quarantine, Quarantined
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.breaker import Trouble
 from sluice.scheduling.fleet.fleet import Condition, Fleet
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.placer import Placer
-from sluice.scheduling.placement.reliability import Curve
 from sluice.scheduling.request.kernels import PREFILL_TOKENS, Floats
 from sluice.scheduling.request.objective import Objective
 from sluice.scheduling.roles import ROLES, Role
@@ -66,7 +65,7 @@ class Figures(NamedTuple):
 
 class Reliable(NamedTuple):
     """How many TTFT forecasts were evaluated, and the share of the observations at or below each of
-    :data:`sluice.scheduling.placement.reliability.QUANTILES`; empty for none."""
+    :data:`sluice.controller.state.promises.QUANTILES`; empty for none."""
 
     forecasts: int
     shares: tuple[float, ...]

@@ -3,13 +3,172 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from math import inf
+from math import ceil, inf, log2
 from typing import Final, NamedTuple
 
 from sluice.protocol.messages import RequestEnding
-from sluice.scheduling.placement.reliability import Curve, Forecast, Reliability
+from sluice.scheduling.recent import used
 from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
+
+# Observed against predicted TTFTs, and how reliable the resulting forecasts are.
+#
+# The *ratio* of a promise that ended is observed over predicted time. The next one lies below the
+# ``k``-th smallest of ``n`` with probability ``k / (n + 1)`` if their order carries no information
+# (split conformal prediction; Vovk, Gammerman & Shafer 2005, section 4.2). Each forecast is
+# checked: the share of observations below each quantile is the reliability curve, ideally its
+# diagonal.
+#
+# Our reading: a ratio depends on the replica, on the size of the prediction (20 ms of HTTP are
+# much of 50 ms and little of two seconds) and on the promised bound, as an engine that schedules
+# by deadlines uses the time that it has. So each has ratios of its own, sizes in steps of four;
+# with too few, those of all replicas are taken, then the prediction as it is. A promise is kept
+# with a probability of its level, so no quantile up to that lies beyond the bound.
+#
+# For clients that receive a predicted time, and for monitoring; margins are learned in
+# ``calibration``.
+
+QUANTILES: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""The quantiles that are forecast and checked."""
+
+_MEDIAN: Final = QUANTILES.index(0.5)
+
+WINDOW: Final = 200
+"""Ratios that count: the median follows a change after half as many requests."""
+
+FEW: Final = 20
+"""With fewer ratios nothing is said of their distribution."""
+
+CHECKED: Final = 1_000
+"""Forecasts in a reliability curve: at a share of 0.9 its standard error is 0.01."""
+
+MOST_WINDOWS: Final = 2_048
+MOST_CURVES: Final = 1_024
+"""Windows and curves that are kept at a time; the one that was used longest ago goes first."""
+
+_LEAST_S: Final = 0.001
+
+
+class Forecast(NamedTuple):
+    """When a first token is expected, seconds from the decision on: ``predicted_s`` times each of
+    ``ratios``, at ``QUANTILES`` (``None``: too little is known). ``median_s``: the time that half
+    of the requests keep; as predicted where that is unknown. ``bound_s`` is infinite without a
+    promise."""
+
+    predicted_s: float
+    median_s: float
+    ratios: tuple[float, ...] | None
+    bound_s: float
+
+
+class Curve:
+    """How often the latest observations lay below each forecast quantile. ``O(1)`` each."""
+
+    def __init__(self) -> None:
+        self._places: deque[int] = deque()
+        self._counts = [0] * (len(QUANTILES) + 1)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, place: int) -> None:
+        """Record an observation above the first ``place`` quantiles, and at or below the rest."""
+        if len(self._places) == CHECKED:
+            self._counts[self._places.popleft()] -= 1
+        self._places.append(place)
+        self._counts[place] += 1
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of the observations at or below each of :data:`QUANTILES`; empty for none."""
+        if not self._places:
+            return ()
+        below, found = 0, []
+        for count in self._counts[:-1]:
+            below += count
+            found.append(below / len(self._places))
+        return tuple(found)
+
+
+class Reliability:
+    """Forecasts by what was observed before, and how they turned out. Memory is bounded. ``level``
+    is the share of the promises that are to be kept."""
+
+    def __init__(self, level: float = 0.99) -> None:
+        self._level = level
+        self._windows: OrderedDict[tuple[str | None, _Kind], _Window] = OrderedDict()
+        self._curves: OrderedDict[str | None, Curve] = OrderedDict()
+
+    def forecast(self, replica_id: str, predicted_s: float, bound_s: float = inf) -> Forecast:
+        """What ``predicted_s`` at this replica means for a first token that is promised within
+        ``bound_s``. ``O(1)``."""
+        kind = _kind(predicted_s, bound_s) if self._windows else None
+        for owner in (replica_id, None):
+            window = None if kind is None else self._windows.get((owner, kind))
+            if window is not None and window.quantiles is not None:
+                most = bound_s / predicted_s
+                ratios = [
+                    min(ratio, most) if share <= self._level else ratio
+                    for share, ratio in zip(QUANTILES, window.quantiles, strict=True)
+                ]
+                median_s = min(predicted_s * ratios[_MEDIAN], bound_s)
+                return Forecast(predicted_s, median_s, tuple(ratios), bound_s)
+        return Forecast(predicted_s, min(predicted_s, bound_s), None, bound_s)
+
+    def observe(self, replica_id: str, forecast: Forecast, observed_s: float) -> None:
+        """A first token came after ``observed_s`` at this replica. The forecast is judged as it was
+        made, and only then is anything learned. ``O(WINDOW)``."""
+        kind = _kind(forecast.predicted_s, forecast.bound_s)
+        if kind is None:
+            return
+        ratio = max(0.0, observed_s) / forecast.predicted_s
+        for owner in (replica_id, None):
+            if forecast.ratios is not None:
+                curve = used(self._curves, owner, Curve, MOST_CURVES)
+                curve.note(bisect_left(forecast.ratios, ratio))
+            used(self._windows, (owner, kind), _Window, MOST_WINDOWS).add(ratio)
+
+    def curve(self, replica_id: str | None = None) -> Curve:
+        """That of a replica, or of all together."""
+        return self._curves.get(replica_id) or Curve()
+
+
+class _Window:
+    """The latest ratios, also in order."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque()
+        self._sorted: list[float] = []
+        self.quantiles: tuple[float, ...] | None = None
+
+    def add(self, ratio: float) -> None:
+        if len(self._ratios) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._ratios.popleft())]
+        self._ratios.append(ratio)
+        insort(self._sorted, ratio)
+        count = len(self._sorted)
+        if count >= FEW:
+            # Of fewer than a hundred the largest stands for the last quantile.
+            self.quantiles = tuple(
+                [self._sorted[min(ceil(q * (count + 1)), count) - 1] for q in QUANTILES]
+            )
+
+
+_Kind = tuple[int, int | None]
+"""The steps of four in which a prediction and its bound lie; ``None``: without one."""
+
+
+def _kind(predicted_s: float, bound_s: float) -> _Kind | None:
+    """What a forecast is like; ``None`` for a prediction that cannot be multiplied."""
+    if not 0.0 < predicted_s < inf:
+        return None
+    return _size(predicted_s), None if bound_s == inf else _size(bound_s)
+
+
+def _size(seconds: float) -> int:
+    return round(log2(max(seconds, _LEAST_S)) / 2)
+
 
 MOST_OPEN: Final = 65_536
 """Most promises in progress that are remembered; of more, the oldest are forgotten."""
