@@ -22,6 +22,7 @@ import httptools
 from rich.table import Table
 
 from sluice.benchmarks.experiments.grid import grouped
+from sluice.benchmarks.live import rest
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import Json, LoadError
 from sluice.benchmarks.live.engine import chat_body
@@ -226,6 +227,12 @@ SYSTEMS: Final[dict[str, live.Start]] = {
     "--step-ms", default=0.0, least=0, most=1_000, words="Time between two tokens of an engine."
 )
 @choices_option("--system", "names", of=SYSTEMS, words="[default: all]")
+@click.option(
+    "--rest",
+    "at_rest",
+    is_flag=True,
+    help="Instead: start, memory and idle usage with one real engine, beside vLLM's own server.",
+)
 @as_json
 def gateway(
     rounds: int,
@@ -234,6 +241,7 @@ def gateway(
     token_counts: tuple[int, ...],
     step_ms: float,
     names: tuple[str, ...],
+    at_rest: bool,
     as_json: bool,
 ) -> None:
     """Measure what a gateway adds to engines that compute nothing: Sluice, other routers, none.
@@ -246,13 +254,18 @@ def gateway(
     Example:
       sluice bench gateway --system direct --system sluice --at-once 16
     """
+    if at_rest:
+        with campaign() as bench:
+            runs = rest.measured(bench, rounds)
+        rows = rest.summary(runs)
+        return show({"summary": rows, "runs": runs}, [rest.as_table(rows)], as_json)
     starts = {name: SYSTEMS[name] for name in names or SYSTEMS}
     with campaign(step_ms) as bench, live.started(starts, bench) as (systems, left_out):
         if not systems:
             raise click.ClickException("no system could be started")
         for system in systems.values():
             _measured(system, max(at_onces), min(token_counts), WARM_UP_S, bench.stop)
-        runs: list[Json] = []
+        runs = []
         for number in range(rounds):
             turn = list(systems)[:: -1 if number % 2 else 1]
             for at_once, tokens, name in product(at_onces, token_counts, turn):

@@ -312,7 +312,7 @@ def peers(
         if plots is not None:
             require_matplotlib()
             plots.mkdir(parents=True, exist_ok=True)
-        setting = _setting(model, args, replicas)
+        setting = setting_of(model, args, replicas)
         chosen = {name: mix.GENERATED[name] for name in patterns}
         if traces is not None:
             chosen |= mix.recorded(traces, setting.args["max-model-len"])
@@ -336,7 +336,8 @@ def peers(
     show(shown, tables(rows), as_json, *lines)
 
 
-def _setting(model: str, args: Json, replicas: int | None) -> Setting:
+def setting_of(model: str, args: Json, replicas: int | None) -> Setting:
+    """What all systems share on this machine; ``replicas``: by default one for each GPU."""
     import torch
 
     gpus = torch.cuda.device_count()
