@@ -45,6 +45,7 @@ from sluice.controller.transport.checks import (
 )
 from sluice.protocol.messages import (
     MAX_QUERIES,
+    FaultNotice,
     FirstTokenWait,
     LateNotice,
     QuotaUse,
@@ -54,7 +55,6 @@ from sluice.protocol.messages import (
     RequestEnding,
     RouteReply,
     SyncReply,
-    TroubleNotice,
     decode_report,
 )
 from sluice.scheduling.autoscaling import Load
@@ -62,7 +62,7 @@ from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.output_lengths import OutputLengths
-from sluice.scheduling.placement.placer import MOST_TOGETHER, Placer
+from sluice.scheduling.placement.placer import MAX_TOGETHER, Placer
 from sluice.scheduling.request.job import (
     DECLINED,
     INVALID_QUERY,
@@ -132,7 +132,7 @@ class Controller:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._heard_s = clock()
+        self._last_call_s = clock()
         self._epoch = secrets.randbits(63)
         self._fleet = Fleet(
             FleetSettings(
@@ -147,7 +147,9 @@ class Controller:
         self._lengths = OutputLengths(config.promise_level)
         self._promises = PromiseLog(config.promise_level)
         self._cold_start = (
-            ColdStart(config.startup_s, self._heard_s + SETTLING_S) if config.startup_s else None
+            ColdStart(config.startup_s, self._last_call_s + SETTLING_S)
+            if config.startup_s
+            else None
         )
         self._placer = Placer(
             self._fleet,
@@ -185,10 +187,10 @@ class Controller:
     @property
     def silent_s(self) -> float:
         """Seconds since any replica or client last spoke to it."""
-        return self._clock() - self._heard_s
+        return self._clock() - self._last_call_s
 
     async def route(self, queries: list[RouteQuery]) -> RouteReply:
-        """Decide on each query and reserve what it takes; up to ``MOST_TOGETHER`` are decided
+        """Decide on each query and reserve what it takes; up to ``MAX_TOGETHER`` are decided
         together. A malformed query is answered with the reason ``invalid_query``. Raises
         ValueError: not a list, or more than ``MAX_QUERIES``."""
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
@@ -204,13 +206,13 @@ class Controller:
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
         :mod:`sluice.controller.transport.channel`."""
-        self._hear()
+        self._touch()
         return await self._server.endpoint(ray.util.get_node_ip_address())
 
     async def hello(self, hello: ReplicaHello) -> ReportReply:
         """Register or replace a replica. Raises ValueError: malformed, or too many replicas are
         known."""
-        now_s = self._hear()
+        now_s = self._touch()
         self._forget_silent(now_s)
         with self._counters.refusals():
             self._mirror.hello(hello, now_s)
@@ -231,7 +233,7 @@ class Controller:
     async def goodbye(self, replica_id: str) -> None:
         """A replica has drained and ends: forget it."""
         checked("replica_id", replica_id, Id)
-        self._hear()
+        self._touch()
         self._mirror.forget(replica_id)
         self._drains.forget(replica_id)
         self._roles.forget(replica_id)
@@ -240,19 +242,19 @@ class Controller:
     async def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """Stop choosing replicas that a router saw leave. Raises ValueError: not a list of ids."""
         replica_ids = checked("replica_ids", replica_ids, Ids)
-        self._mirror.mark_gone(replica_ids, self._hear())
+        self._mirror.mark_gone(replica_ids, self._touch())
 
-    async def troubled(self, source: int, notices: Sequence[TroubleNotice]) -> None:
+    async def faulted(self, source: int, notices: Sequence[FaultNotice]) -> None:
         """The router ``source`` saw requests fail or hang. Raises ValueError: malformed, or no
         source."""
         checked("source", source, Key)
         notices = checked("notices", notices, Notices)
-        self._quarantine.troubled(source, notices, self._hear())
+        self._quarantine.faulted(source, notices, self._touch())
 
     async def release(self, keys: Sequence[int]) -> None:
         """A router abandoned these requests, or sent them elsewhere. Raises ValueError: no keys."""
         keys = checked("keys", keys, Keys)
-        self._quarantine.released(keys, self._hear())
+        self._quarantine.released(keys, self._touch())
         self._fleet.release(keys)
         self._classes.ended(keys)
 
@@ -260,14 +262,14 @@ class Controller:
         """Add the rate-limit use of a router's clients; how full each of these buckets is over
         all routers. Raises ValueError: malformed, or over a limit."""
         with self._counters.refusals():
-            return self._quotas.share(checked("uses", uses, Uses), self._hear())
+            return self._quotas.share(checked("uses", uses, Uses), self._touch())
 
     async def loop_age(self, key: int, age_s: float) -> float:
         """Seconds since the tool loop ``key`` began, as far as any router has said; ``age_s`` is
         since its first turn at the asking router. Raises ValueError: no key, or no age."""
         with self._counters.refusals():
             key, age_s = checked("key", key, Key), checked("age_s", age_s, Age)
-        now_s = self._hear()
+        now_s = self._touch()
         return now_s - self._loops.started_s(key, now_s - age_s, now_s)
 
     async def sync(
@@ -279,7 +281,7 @@ class Controller:
         """Take a router's endings and late notices since its last call. The reply names the
         requests of ``waits`` that are predicted to miss their TTFT, and the replicas that leave.
         Raises ValueError: malformed, or over a limit."""
-        now_s = self._hear()
+        now_s = self._touch()
         with self._counters.refusals():
             endings = checked("endings", endings, RequestEndings)
             late = checked("late", late, LateNotices)
@@ -315,7 +317,7 @@ class Controller:
 
     async def latest_decisions(self, limit: int) -> LatestDecisions:
         """The last decisions, at most ``limit``, for the observer."""
-        now_s = self._hear()
+        now_s = self._touch()
         pickled = []
         for record in self._recent.latest(limit):
             pickled.append(pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
@@ -355,28 +357,28 @@ class Controller:
     async def remembers(self, replica_id: str) -> bool | None:
         """Whether a replica remembers its last setting of :meth:`drain`, over a restart of this
         controller; ``None`` for an unknown replica."""
-        self._hear()
+        self._touch()
         known = replica_id in self._mirror.replicas
         return self._drains.remembered(replica_id) if known else None
 
     async def fingerprint(self) -> str:
         """See :func:`fingerprint_of`."""
-        self._hear()
+        self._touch()
         return fingerprint_of(self._config)
 
-    def _hear(self) -> float:
+    def _touch(self) -> float:
         """Note that a replica or client called. Returns the time, monotonic seconds."""
         now_s = self._clock()
-        if now_s - self._heard_s > self._config.stale_after_s:
+        if now_s - self._last_call_s > self._config.stale_after_s:
             # No heartbeat arrived: this process stalled, and the reports that would confirm
             # reservations may still be in its sockets.
-            self._fleet.ledger.postpone(now_s - self._heard_s)
-        self._heard_s = now_s
+            self._fleet.ledger.postpone(now_s - self._last_call_s)
+        self._last_call_s = now_s
         return now_s
 
     def _look(self) -> float:
-        """As :meth:`_hear`; also forget what is too old to be shown."""
-        now_s = self._hear()
+        """As :meth:`_touch`; also forget what is too old to be shown."""
+        now_s = self._touch()
         self._forget_silent(now_s)
         self._fleet.expire(now_s)
         return now_s
@@ -396,19 +398,19 @@ class Controller:
 
     def _route(self, queries: list[RouteQuery | None]) -> RouteReply:
         """Decide on each query; ``None``: a malformed one."""
-        now_s = self._hear()
+        now_s = self._touch()
         decisions: list[RouteDecision] = []
         if len(queries) == 1 and queries[0] is not None:
             decisions.append(self._decide(queries[0], None, 0.0))
         else:
-            for start in range(0, len(queries), MOST_TOGETHER):
-                decisions += self._together(queries[start : start + MOST_TOGETHER])
+            for start in range(0, len(queries), MAX_TOGETHER):
+                decisions += self._together(queries[start : start + MAX_TOGETHER])
         slack_s = self._fleet.slack_s(now_s) if self._config.cells > 1 else None
         quarantined = self._quarantine.names
         return RouteReply(self._epoch, tuple(decisions), self._closed(), quarantined, slack_s)
 
     def _together(self, queries: list[RouteQuery | None]) -> list[RouteDecision]:
-        """Decide on queries, at most ``MOST_TOGETHER``, in the order that is best."""
+        """Decide on queries, at most ``MAX_TOGETHER``, in the order that is best."""
         started_s = self._clock()
         valid = [query for query in queries if query is not None]
         turns = self._placer.order(valid, started_s)
@@ -451,7 +453,7 @@ class Controller:
         return self._report(delta)
 
     def _report(self, delta: ReplicaDelta) -> ReportReply:
-        now_s = self._hear()
+        now_s = self._touch()
         with self._counters.refusals():
             applied = self._mirror.delta(delta, now_s)
         self._counters.reported("applied" if applied else "resync")

@@ -22,6 +22,7 @@ from sluice.controller.transport.channel import Endpoint, NoAnswerError, RouteCh
 from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
+    FaultNotice,
     FirstTokenWait,
     LateNotice,
     ReplicaDelta,
@@ -30,7 +31,6 @@ from sluice.protocol.messages import (
     RequestEnding,
     RouteReply,
     SyncReply,
-    TroubleNotice,
     fits,
 )
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
@@ -412,10 +412,10 @@ class CellClient:
         self.closed: frozenset[str] = frozenset()
         """Its replicas that are closed, as it last reported."""
         self._quarantined: frozenset[str] = frozenset()
-        self._told_s = -inf
+        self._reported_s = -inf
         self._released: dict[int, None] = {}
         self._gone: dict[str, None] = {}
-        self._troubled: list[TroubleNotice] = []
+        self._faulted: list[FaultNotice] = []
         self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
         self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
         self.leaving: tuple[str, ...] = ()
@@ -436,7 +436,7 @@ class CellClient:
     def quarantined(self) -> frozenset[str]:
         """Its replicas that have failed or hang, as it last reported; empty when that was
         ``QUARANTINE_KEPT_S`` ago."""
-        if self._clock() - self._told_s > QUARANTINE_KEPT_S:
+        if self._clock() - self._reported_s > QUARANTINE_KEPT_S:
             return frozenset()
         return self._quarantined
 
@@ -468,9 +468,9 @@ class CellClient:
         """Report a replica's changes."""
         self._channel.connect_soon()
         if not (self._channel.open and fits(delta)):
-            told: ReportReply | None
-            told = await self.calls.answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
-            return told
+            reply: ReportReply | None
+            reply = await self.calls.answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
+            return reply
         try:
             self._link.check()
             reply = await self._channel.report(delta, REPORT_TIMEOUT_S)
@@ -519,12 +519,12 @@ class CellClient:
         """A replica left the application."""
         self._notice(self._gone, replica_id, "replica_gone")
 
-    def troubled(self, notice: TroubleNotice) -> None:
+    def faulted(self, notice: FaultNotice) -> None:
         """A request failed at a replica."""
-        if len(self._troubled) >= MAX_KEYS:
-            self.calls.count("troubled", "full")
+        if len(self._faulted) >= MAX_KEYS:
+            self.calls.count("faulted", "full")
             return
-        self._troubled.append(notice)
+        self._faulted.append(notice)
         self._send_notices_soon()
 
     async def close(self) -> None:
@@ -561,7 +561,7 @@ class CellClient:
         if reply.closed is not None:
             self.closed = frozenset(reply.closed)
         self._quarantined = frozenset(reply.quarantined)
-        self._told_s = self._clock()
+        self._reported_s = self._clock()
 
     def _release_late(self, queries: list[RouteQuery], reply: RouteReply) -> None:
         for query, decision in zip(queries, reply.decisions, strict=True):
@@ -621,15 +621,15 @@ class CellClient:
     async def _send_notices(self) -> None:
         """Send the pending notices until none is left; one call at a time."""
         try:
-            while self._released or self._gone or self._troubled:
+            while self._released or self._gone or self._faulted:
                 released, self._released = list(self._released), {}
                 gone, self._gone = list(self._gone), {}
-                troubled, self._troubled = self._troubled, []
+                faulted, self._faulted = self._faulted, []
                 if released:
                     await self._deliver("release", released)
                 if gone:
                     await self._deliver("replica_gone", gone)
-                if troubled:
-                    await self._deliver("troubled", self._source, troubled)
+                if faulted:
+                    await self._deliver("faulted", self._source, faulted)
         finally:
             self._notice_task = None

@@ -21,6 +21,7 @@ from sluice.controller.discovery import (
 )
 from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import (
+    FaultNotice,
     FirstTokenWait,
     LateNotice,
     MetricsPush,
@@ -29,10 +30,9 @@ from sluice.protocol.messages import (
     ReplicaHello,
     ReportReply,
     RequestEnding,
-    TroubleNotice,
 )
 from sluice.scheduling.autoscaling import Load
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.roles import Role
@@ -191,9 +191,9 @@ class ControllerClient:
 
     async def decisions(self, limit: int) -> list[dict[str, Any]] | None:
         """The last decisions and reasons, the latest first. Raises ValueError: ``limit``."""
-        told: list[dict[str, Any]] | None
-        told = await self._observer.answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
-        return told
+        answer: list[dict[str, Any]] | None
+        answer = await self._observer.answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
+        return answer
 
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
@@ -201,11 +201,11 @@ class ControllerClient:
         """As ``Controller.drain``. Raises NoAnswerError: the change may have been made or not;
         ValueError: ``replica_id`` is no id."""
         owner, asked = self._owner(replica_id).calls, ("drain", replica_id, drain)
-        told: dict[str, Any] | None
-        told = await owner.call(*asked, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
-        if told is not None and told["last"] and await self._others_ready(replica_id):
-            told = await owner.call(*asked, False, timeout_s=SCRAPE_TIMEOUT_S)
-        return told
+        answer: dict[str, Any] | None
+        answer = await owner.call(*asked, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
+        if answer is not None and answer["last"] and await self._others_ready(replica_id):
+            answer = await owner.call(*asked, False, timeout_s=SCRAPE_TIMEOUT_S)
+        return answer
 
     async def _others_ready(self, replica_id: str) -> bool:
         """Whether another cell than a replica's has replicas that take requests."""
@@ -219,10 +219,10 @@ class ControllerClient:
     async def remembers(self, replica_id: str) -> bool | None:
         """See :meth:`sluice.controller.actor.Controller.remembers`; also ``None`` without an
         answer."""
-        told: bool | None = await self._owner(replica_id).calls.answer(
+        answer: bool | None = await self._owner(replica_id).calls.answer(
             "remembers", replica_id, timeout_s=SCRAPE_TIMEOUT_S
         )
-        return told
+        return answer
 
     async def load(self, role: Role | None = None) -> Load | None:
         """The load on all replicas, or those of ``role``. Raises ValueError: no such role."""
@@ -267,10 +267,10 @@ class ControllerClient:
         for replica_id in replica_ids:
             self._owner(replica_id).replica_gone(replica_id)
 
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
         """A request failed at this replica, or its stream hangs. Does not wait; a lost notice is
         not repeated, and the next failure sends another."""
-        self._owner(replica_id).troubled(TroubleNotice(replica_id, trouble))
+        self._owner(replica_id).faulted(FaultNotice(replica_id, fault))
 
     async def close(self) -> None:
         """Send pending notices, and stop. The actors keep running."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.scheduling.admission import AdmissionPolicy
 from sluice.scheduling.admission import make_policy as make_admission_policy
-from sluice.scheduling.placement.cells import MOST_CELLS
+from sluice.scheduling.placement.cells import MAX_CELLS
 from sluice.scheduling.routing import RoutingPolicy, make_policy
 
 NO_ADMISSION = "none"
@@ -57,7 +57,7 @@ class ControllerConfig(BaseModel):
     cells: int = Field(
         default=1,
         ge=1,
-        le=MOST_CELLS,
+        le=MAX_CELLS,
         description="Number of controllers that share the replicas. Each decides on its own part, "
         "and a router asks at most two of them about a request. More than one is for fleets whose "
         "decisions one process cannot make; not for pools with roles.",

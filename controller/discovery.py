@@ -17,7 +17,7 @@ from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.observability.cells import Cells, ControllerHandle
 from sluice.controller.observability.observer import Observer
 from sluice.controller.transport import checks
-from sluice.scheduling.placement.cells import MOST_CELLS
+from sluice.scheduling.placement.cells import MAX_CELLS
 from sluice.scheduling.placement.warm_up import warm_up_placement
 
 # The controller and its observer as detached actors that belong to no job and end by themselves
@@ -168,7 +168,7 @@ def stop_controller(app_name: str) -> bool:
     ones."""
     _stop(app_name, "observer")
     # Of any configuration: also the cells of one that had more.
-    stopped = [_stop(app_name, "controller", cell) for cell in range(MOST_CELLS)]
+    stopped = [_stop(app_name, "controller", cell) for cell in range(MAX_CELLS)]
     return any(stopped)
 
 

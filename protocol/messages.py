@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 from msgspec.msgpack import Ext
 
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.local_orders import LOCAL_ORDERS, SLIDE
 from sluice.scheduling.fleet.prefix import HELD, NO_HELD, NO_HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, SUMMARY
@@ -223,11 +223,11 @@ class FirstTokenWait(NamedTuple):
     waited_s: Age
 
 
-class TroubleNotice(NamedTuple):
+class FaultNotice(NamedTuple):
     """One failure of a replica that a router observed."""
 
     replica_id: Id
-    trouble: Trouble
+    fault: ReplicaFault
 
 
 class QuotaUse(NamedTuple):

@@ -23,7 +23,7 @@ from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.placement.output_lengths import LengthPredictor
-from sluice.scheduling.placement.placer import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, PROMISED
 from sluice.scheduling.request.objective import TPOTAnchor
@@ -455,7 +455,7 @@ class Cluster:
         """Ask the router where a request goes. With a window it waits there for others."""
         undecided = self._undecided
         undecided.append(key)
-        if self._mirror.window_s <= 0.0 or len(undecided) >= MOST_TOGETHER:
+        if self._mirror.window_s <= 0.0 or len(undecided) >= MAX_TOGETHER:
             self._decide(undecided)
         elif len(undecided) == 1:
             self.events.after(self._mirror.window_s, partial(self._decide, undecided))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.batching import BatchPolicy
-from sluice.scheduling.placement.cells import MOST_CELLS
+from sluice.scheduling.placement.cells import MAX_CELLS
 from sluice.scheduling.roles import Role
 
 Count = Annotated[int, Field(ge=1)]
@@ -72,7 +72,7 @@ class ClusterConfig(_Config):
     """Replicas that do both phases of a request."""
     prefillers: Replicas = 0
     decoders: Replicas = 0
-    cells: Annotated[int, Field(ge=1, le=MOST_CELLS)] = 1
+    cells: Annotated[int, Field(ge=1, le=MAX_CELLS)] = 1
     """Controllers that share the replicas; more than one without roles only."""
     dispatch_s: Seconds = 0.002
     """From a decision until its replica has the request."""

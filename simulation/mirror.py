@@ -19,7 +19,7 @@ from sluice.scheduling.fleet.state import rows_of
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.output_lengths import OutputLengths
-from sluice.scheduling.placement.placer import Placer, Turn
+from sluice.scheduling.placement.placer import Placer, Planned
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Times, tpot_s
@@ -210,7 +210,7 @@ class VirtualMirror:
         if self.calibration is not None:
             self.calibration.behind(key, ttft_s, tpot_s, now_s)
 
-    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
+    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Planned]:
         """See :meth:`sluice.scheduling.placement.placer.Placer.order`."""
         self._take_in()
         return self._placer.order(queries, now_s)
@@ -331,9 +331,9 @@ class CellMirrors:
         if key in self._placed:
             self._placed[key].behind(key, ttft_s, tpot_s, now_s)
 
-    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
+    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Planned]:
         """In the order given."""
-        return list(map(Turn, range(len(queries))))
+        return list(map(Planned, range(len(queries))))
 
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Ask one cell, or two."""

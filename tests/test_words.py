@@ -31,7 +31,7 @@ _PHRASES = re.compile(rf"(?<![\w`])(?:{_PHRASE})(?![\w`])", re.IGNORECASE)
 NAMES_INSTEAD = {
     r"in_vain": "without success",
     r"shunned": "excluded",
-    r"CURED|UNLEARN\w*|LEAST_LOST|MORE_THAN_BORNE": "what the number bounds",
+    r"CURED|UNLEARN\w*|MIN_LOST|MORE_THAN_BORNE": "what the number bounds",
     r"[Ww]itness": "decision inputs",
     r"[Ww]orthier": "of more worth per second",
     r"Voices": "messages",
@@ -39,7 +39,10 @@ NAMES_INSTEAD = {
     r"Suspect": "stalled replica, suspected request",
     r"ToldError": "the error that is stated",
     r"_?[Vv]erdicts?": "decision, result",
-    r"_Heard": "message",
+    r"_?hear|_Heard": "receive, on_*; message",
+    r"_?told(?:_s)?(?= *[:=(])": "reply, answer",
+    r"Trouble(?:Notice)?": "ReplicaFault, FaultNotice",
+    r"_?(?:LEAST|MOST)_[A-Z]\w*": "MIN_, MAX_",
     r"Ways?|Case": "what the value is: route, kind, outcome",
 }
 """Names in code, as regular expressions, that a reader had to decode, and what to write instead."""

@@ -24,7 +24,7 @@ from sluice.benchmarks.live.report import table
 from sluice.benchmarks.micro.decision_fleet import FleetMessages, figures
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
 from sluice.controller.config import NO_ADMISSION, ControllerConfig
-from sluice.scheduling.placement.placer import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.routing import POLICIES
 
 FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
@@ -155,8 +155,8 @@ async def measure_inside(
         batches_ns.append(await fleet.decide(BATCH))
         await fleet.release()
     tens_ns = []
-    for _ in range(max(1, decisions // MOST_TOGETHER)):
-        tens_ns.append(await fleet.decide(MOST_TOGETHER))
+    for _ in range(max(1, decisions // MAX_TOGETHER)):
+        tens_ns.append(await fleet.decide(MAX_TOGETHER))
         await fleet.release()
     return {
         **alone,

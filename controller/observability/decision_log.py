@@ -39,7 +39,7 @@ _CONSTRAINTS = {
     Constraint.KV_MEMORY: "KV memory",
     Constraint.SEQUENCES: "running sequences",
     Constraint.PREFILL_BUDGET: "prefill budget",
-    Constraint.WORTHIER: "requests of more worth that are expected",
+    Constraint.OVERTAKING: "requests of more worth that are expected",
 }
 
 _OVER_SHARE = "Its client has used its share of guaranteed capacity, and others request theirs"
@@ -61,13 +61,13 @@ class DecisionLog:
             latest.setdefault(record.query.request_id, record.query.key)
         for record in records:
             again = latest[record.query.request_id] != record.query.key
-            yield self._told(record, now_s) | _ended(record, tried_again=again)
+            yield self._shown(record, now_s) | _ended(record, tried_again=again)
 
-    def _told(self, entry: DecisionRecord, now_s: float) -> dict[str, Any]:
+    def _shown(self, entry: DecisionRecord, now_s: float) -> dict[str, Any]:
         query, decision, weighed = entry.query, entry.decision, entry.weighed
         slo = query.slo
         ttft_s, tpot_s, e2e_s, priority = slo.columns
-        told: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "age_ms": _ms(now_s - entry.decided_s),
             "request_id": query.request_id or None,
             "client_request_id": query.client_request_id or None,
@@ -105,10 +105,10 @@ class DecisionLog:
             "second": None,
         }
         if weighed is not None:
-            self._compare(told, decision, weighed)
+            self._compare(shown, decision, weighed)
             if weighed.second is not None:
-                told["second"] = self._second(weighed, weighed.second)
-        return told
+                shown["second"] = self._second(weighed, weighed.second)
+        return shown
 
     def _why(self, entry: DecisionRecord) -> str:
         """Why the request was placed as it was; of a P/D pair, the reasons for both replicas."""
@@ -160,7 +160,7 @@ class DecisionLog:
         )
 
     def _compare(
-        self, told: dict[str, Any], decision: RouteDecision, weighed: DecisionInputs
+        self, shown: dict[str, Any], decision: RouteDecision, weighed: DecisionInputs
     ) -> None:
         """Add the chosen replica and the best of the others, each with its figures."""
         job, promises = weighed.job, weighed.promises
@@ -174,13 +174,13 @@ class DecisionLog:
         else:
             order = np.lexsort((promises.ttft_s, ~promises.holds))
         places = [int(place) for place in order[: OTHERS + 1] if place != chosen][:OTHERS]
-        told["others"] = [
+        shown["others"] = [
             _figures(weighed, names, place) | {"why_not": self._why_not(decision, weighed, place)}
             for place in places
         ]
-        told["others_left_out"] = count - len(places) - (chosen is not None)
+        shown["others_left_out"] = count - len(places) - (chosen is not None)
         if chosen is not None:
-            told["chosen"] = _figures(weighed, names, chosen)
+            shown["chosen"] = _figures(weighed, names, chosen)
 
     def _second(self, weighed: DecisionInputs, second: DecodeChoice) -> dict[str, Any]:
         """The decode replica for a prefill replica of the query, and the best of the other

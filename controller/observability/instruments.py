@@ -17,7 +17,7 @@ from prometheus_client.core import (
 from sluice.controller.observability.readings import Figures
 from sluice.controller.observability.recent_decisions import DECISION_BUCKETS_S, Counters
 from sluice.scheduling.fleet import rows as figure
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.fleet import CONDITIONS
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES
@@ -216,7 +216,7 @@ def _replicas(figures: Figures) -> Iterator[Metric]:
 
 
 def _quarantines(figures: Figures) -> Iterator[Metric]:
-    """The replicas in quarantine by reason, breaker openings, and trouble notices."""
+    """The replicas in quarantine by reason, breaker openings, and fault notices."""
     found = Counts(each.cause for each in figures.quarantined.values())
     now = GaugeMetricFamily(
         "sluice_quarantined_replicas",
@@ -234,7 +234,7 @@ def _quarantines(figures: Figures) -> Iterator[Metric]:
         "more than half of a role's replicas.",
         labels=("reason", "outcome"),
     )
-    for reason in Trouble:
+    for reason in ReplicaFault:
         now.add_metric((reason.value,), found[reason])
         opened.add_metric((reason.value,), figures.opened.get(reason, 0))
         notices.add_metric((reason.value, "counted"), figures.believed.get(reason, 0))

@@ -217,21 +217,21 @@ class Observer:
         # The controller's last own metrics, and when it gave them.
         self._own: list[Metric] = []
         self._own_s = -inf
-        self._started_s = self._heard_s = clock()
+        self._started_s = self._last_call_s = clock()
 
     @property
     def silent_s(self) -> float:
         """Seconds since any process last called it."""
-        return self._clock() - self._heard_s
+        return self._clock() - self._last_call_s
 
     async def fingerprint(self) -> str:
         """See :func:`sluice.controller.config.fingerprint_of`."""
-        self._hear()
+        self._touch()
         return fingerprint_of(self._config)
 
     async def push_metrics(self, push: MetricsPush) -> None:
         """Take a process's metrics. Raises ValueError: refused whole, as ``MetricsHub.push``."""
-        now_s = self._hear()
+        now_s = self._touch()
         try:
             added = self._hub.push(push, now_s)
         except ValueError:
@@ -243,7 +243,7 @@ class Observer:
     async def render_metrics(self) -> bytes:
         """All metrics in Prometheus' text format, ``O(series)``. If the controller does not
         answer, its own are the last ones, for at most ``KEPT_S``."""
-        now_s = self._hear()
+        now_s = self._touch()
         try:
             self._own = list(families(await self._deciding.figures(), self._config.policy))
             self._own_s, up = self._clock(), True
@@ -265,7 +265,7 @@ class Observer:
         answer. ``O(series of metrics by class)``. Raises ValueError: no such role."""
         if role is not None:
             checked("role", role, Role)
-        self._hear()
+        self._touch()
         try:
             load = await self._deciding.demand(role)
         except NoAnswerError:
@@ -276,7 +276,7 @@ class Observer:
     async def snapshot(self) -> dict[str, Any] | None:
         """The controller's state for an operator, as plain JSON data; ``None`` if the controller
         does not answer. ``O(replicas + series)``."""
-        self._hear()
+        self._touch()
         try:
             detail = await self._deciding.detail()
         except NoAnswerError:
@@ -292,7 +292,7 @@ class Observer:
         Raises ValueError: ``limit`` is no number from 1 to ``DECISIONS``."""
         if not isinstance(limit, int) or not 1 <= limit <= DECISIONS:
             raise ValueError(f"limit must be an integer from 1 to {DECISIONS}, got {short(limit)}")
-        self._hear()
+        self._touch()
         try:
             latest = await self._deciding.latest_decisions(limit)
         except NoAnswerError:
@@ -300,7 +300,7 @@ class Observer:
         records = [pickle.loads(each) for each in latest.pickled]
         return list(self._log.explained(records, latest.now_s))
 
-    def _hear(self) -> float:
+    def _touch(self) -> float:
         """Note that a process called. Returns the time, monotonic seconds."""
-        self._heard_s = self._clock()
-        return self._heard_s
+        self._last_call_s = self._clock()
+        return self._last_call_s

@@ -16,7 +16,7 @@ from sluice.controller.state.mirror import Mirror, MirroredReplica
 from sluice.controller.state.promises import Curve, EndedPromise, PromiseLog
 from sluice.controller.state.quarantine import Quarantine, Quarantined
 from sluice.scheduling.autoscaling import Load
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.fleet import Condition, Fleet
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.placer import Placer
@@ -48,9 +48,9 @@ class Figures(NamedTuple):
     margins: Mapping[Objective, float]
     retried: tuple[int, int]
     loads: Mapping[Role, Load]
-    opened: Mapping[Trouble, int]
-    believed: Mapping[Trouble, int]
-    disbelieved: Mapping[Trouble, int]
+    opened: Mapping[ReplicaFault, int]
+    believed: Mapping[ReplicaFault, int]
+    disbelieved: Mapping[ReplicaFault, int]
     quarantined: Mapping[str, Quarantined]
     replicas: tuple[str, ...]
     roles: tuple[Role, ...]

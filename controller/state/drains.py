@@ -95,7 +95,7 @@ KEPT_S = 3600.0
 """Seconds that a silent replica's setting outlives its place in the mirror. Most never return;
 for one that returns later, its own memory counts."""
 
-MOST_SILENT = 1024
+MAX_SILENT = 1024
 """Most silent replicas whose setting is kept; of more, the one silent for longest is forgotten.
 Every answer to a router lists the closed replicas among them."""
 
@@ -106,9 +106,7 @@ _HEARD: Final = 2
 class Drains:
     """The drain settings by replica; drained ones are closed in ``fleet``. ``O(1)``, amortised."""
 
-    def __init__(
-        self, fleet: Fleet, kept_s: float = KEPT_S, most_silent: int = MOST_SILENT
-    ) -> None:
+    def __init__(self, fleet: Fleet, kept_s: float = KEPT_S, most_silent: int = MAX_SILENT) -> None:
         self._fleet = fleet
         self._kept_s = kept_s
         self._most_silent = most_silent

@@ -245,10 +245,10 @@ class Mirror:
         return ended
 
 
-MOST_LATE: Final = 16
+MAX_LATE: Final = 16
 """Most requests that one answer names: each of them causes another decision."""
 
-MOST_LOOKED_AT: Final = 32
+MAX_LOOKED_AT: Final = 32
 """Most replicas that are checked for one push, ordered by their soonest due first token."""
 
 
@@ -268,19 +268,19 @@ def late_of(
     now_s: float,
     has_cells: bool = False,
 ) -> tuple[int, ...]:
-    """The keys in checked ``waits`` predicted to miss their TTFT, at most ``MOST_LATE``, without
+    """The keys in checked ``waits`` predicted to miss their TTFT, at most ``MAX_LATE``, without
     those that could move nowhere; with ``has_cells`` they may move to another cell. ``O(requests
-    at the replicas named)`` of at most ``MOST_LOOKED_AT`` replicas."""
+    at the replicas named)`` of at most ``MAX_LOOKED_AT`` replicas."""
     by_replica: dict[str, dict[int, float]] = {}
     for wait in sorted(waits, key=lambda wait: wait.ttft_s - wait.waited_s):
         due_s = now_s - wait.waited_s + wait.ttft_s
         if wait.replica_id in mirror.replicas and due_s > now_s:
             by_replica.setdefault(wait.replica_id, {})[wait.key] = due_s
     found: list[int] = []
-    for replica_id, stated_s in islice(by_replica.items(), MOST_LOOKED_AT):
+    for replica_id, stated_s in islice(by_replica.items(), MAX_LOOKED_AT):
         if has_cells or _is_elsewhere(replica_id, fleet, now_s):
             found += _late_at(mirror.replicas[replica_id], stated_s, fleet, now_s)
-    return tuple(found[:MOST_LATE])
+    return tuple(found[:MAX_LATE])
 
 
 def _is_elsewhere(replica_id: str, fleet: Fleet, now_s: float) -> bool:

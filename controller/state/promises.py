@@ -43,11 +43,11 @@ FEW: Final = 20
 CHECKED: Final = 1_000
 """Forecasts in a reliability curve: at a share of 0.9 its standard error is 0.01."""
 
-MOST_WINDOWS: Final = 2_048
-MOST_CURVES: Final = 1_024
+MAX_WINDOWS: Final = 2_048
+MAX_CURVES: Final = 1_024
 """Windows and curves that are kept at a time; the one that was used longest ago goes first."""
 
-_LEAST_S: Final = 0.001
+_MIN_S: Final = 0.001
 
 
 class Forecast(NamedTuple):
@@ -125,9 +125,9 @@ class Reliability:
         ratio = max(0.0, observed_s) / forecast.predicted_s
         for owner in (replica_id, None):
             if forecast.ratios is not None:
-                curve = used(self._curves, owner, Curve, MOST_CURVES)
+                curve = used(self._curves, owner, Curve, MAX_CURVES)
                 curve.note(bisect_left(forecast.ratios, ratio))
-            used(self._windows, (owner, kind), _Window, MOST_WINDOWS).add(ratio)
+            used(self._windows, (owner, kind), _Window, MAX_WINDOWS).add(ratio)
 
     def curve(self, replica_id: str | None = None) -> Curve:
         """That of a replica, or of all together."""
@@ -167,10 +167,10 @@ def _kind(predicted_s: float, bound_s: float) -> _Kind | None:
 
 
 def _size(seconds: float) -> int:
-    return round(log2(max(seconds, _LEAST_S)) / 2)
+    return round(log2(max(seconds, _MIN_S)) / 2)
 
 
-MOST_OPEN: Final = 65_536
+MAX_OPEN: Final = 65_536
 """Most promises in progress that are remembered; of more, the oldest are forgotten."""
 
 RECENT: Final = 2_000
@@ -230,7 +230,7 @@ class PromiseLog:
                 name, replica_id, begins_at, forecast, query.waited_s, query.moves_from != ""
             )
             self._open.move_to_end(query.request_id)
-            if len(self._open) > MOST_OPEN:
+            if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
         return decision._replace(predicted_ttft_s=forecast.median_s, level=self._level)
 

@@ -1,6 +1,6 @@
 """Which replicas get no requests for a while because they fail or hang, and why.
 
-Each replica with recent trouble has a circuit breaker (``scheduling.fleet.breaker``), fed by
+Each replica with recent faults has a circuit breaker (``scheduling.fleet.breaker``), fed by
 routers' notices and by the replica's reports of hangs and probes. After a restart of the
 controller the breakers are closed, and the hellos state which replicas hang."""
 
@@ -13,8 +13,8 @@ from math import inf
 from typing import NamedTuple
 
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.protocol.messages import ReplicaDelta, ReplicaHello, TroubleNotice
-from sluice.scheduling.fleet.breaker import Breaker, BreakerState, Trouble
+from sluice.protocol.messages import FaultNotice, ReplicaDelta, ReplicaHello
+from sluice.scheduling.fleet.breaker import Breaker, BreakerState, ReplicaFault
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.state import WAITING
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
@@ -29,7 +29,7 @@ ACCUSED_S = 10.0
 LOOK_S = 1.0
 """Interval at which breakers that can be forgotten are searched for, seconds."""
 
-MOST_ROUTERS = 1024
+MAX_ROUTERS = 1024
 """Most routers whose accusations are kept; of more, the one silent for longest is forgotten."""
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Quarantined(NamedTuple):
     ``since_s``: on the controller's clock; ``retry_in_s``: 0 while it is tried, ``None`` if it
     must first report that it works again."""
 
-    cause: Trouble
+    cause: ReplicaFault
     state: BreakerState
     since_s: float
     retry_in_s: float | None
@@ -64,11 +64,11 @@ class Quarantine:
         self._accused: dict[int, dict[str, float]] = {}
         self.names: tuple[str, ...] = ()
         """The replicas in quarantine."""
-        self.opened: Counter[Trouble] = Counter()
+        self.opened: Counter[ReplicaFault] = Counter()
         """Times that a breaker opened, since the start."""
-        self.believed: Counter[Trouble] = Counter()
+        self.believed: Counter[ReplicaFault] = Counter()
         """Notices of routers that counted, since the start."""
-        self.disbelieved: Counter[Trouble] = Counter()
+        self.disbelieved: Counter[ReplicaFault] = Counter()
         """Notices that did not count, because their router had accused too many."""
 
     def of(self, replica_id: str, now_s: float) -> Quarantined | None:
@@ -94,23 +94,23 @@ class Quarantine:
         due_s = min((each.due_s for each in self._breakers.values()), default=inf)
         self.look_s = min(due_s, now_s + LOOK_S) if self._breakers else inf
 
-    def troubled(self, source: int, notices: Sequence[TroubleNotice], now_s: float) -> None:
-        """The router ``source`` saw trouble. Notices about unknown replicas are ignored."""
+    def faulted(self, source: int, notices: Sequence[FaultNotice], now_s: float) -> None:
+        """The router ``source`` saw faults. Notices about unknown replicas are ignored."""
         known = [notice for notice in notices if notice.replica_id in self._mirror.replicas]
         accused = self._accused_by(source, known, now_s)
         doubtful = self._doubtful(accused, now_s)
-        for replica_id, trouble in known:
+        for replica_id, fault in known:
             breaker = self._breakers.get(replica_id)
             role = self._mirror.replicas[replica_id].hello.role
             closed = breaker is None or breaker.state is BreakerState.CLOSED
             if closed and role in doubtful:
-                self.disbelieved[trouble] += 1
+                self.disbelieved[fault] += 1
                 continue
-            self.believed[trouble] += 1
+            self.believed[fault] += 1
             if breaker is None:
                 breaker = self._breakers[replica_id] = Breaker()
             stepping = _is_stepping(self._mirror.replicas[replica_id], now_s)
-            self._note(replica_id, breaker, breaker.trouble(trouble, now_s, stepping))
+            self._note(replica_id, breaker, breaker.fault(fault, now_s, stepping))
 
     def reported(
         self, message: ReplicaHello | ReplicaDelta, finished: Sequence[int], now_s: float
@@ -166,7 +166,7 @@ class Quarantine:
             self._count_up()
 
     def _accused_by(
-        self, source: int, notices: Iterable[TroubleNotice], now_s: float
+        self, source: int, notices: Iterable[FaultNotice], now_s: float
     ) -> dict[str, float]:
         """A router's recently accused replicas, these notices included, the latest last."""
         accused = self._accused.pop(source, {})
@@ -177,7 +177,7 @@ class Quarantine:
             del accused[oldest]
         if accused:
             self._accused[source] = accused
-        if len(self._accused) > MOST_ROUTERS:
+        if len(self._accused) > MAX_ROUTERS:
             del self._accused[next(iter(self._accused))]
         return accused
 

@@ -37,7 +37,7 @@ from sluice.protocol.messages import (
     decode_question,
     encode,
 )
-from sluice.scheduling.placement.placer import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 # The error of a controller's client when the controller does not answer.
@@ -102,7 +102,7 @@ class _Message(NamedTuple):
 
 class Window:
     """Decides together on the queries of all messages, actor calls too, that arrive within
-    ``window_s`` seconds of the first, or as soon as there are ``MOST_TOGETHER``.
+    ``window_s`` seconds of the first, or as soon as there are ``MAX_TOGETHER``.
 
     Answers of a connection come in the order of its messages. Nothing is decided for a
     connection that has ended, or a sender that no longer waits. If deciding together fails, each
@@ -124,7 +124,7 @@ class Window:
     ) -> None:
         """Take a message, which arrives now."""
         self._waiting.append(_Message(sender, number, queries, self._clock(), due_s))
-        if self._window_s <= 0.0 or sum(len(m.queries) for m in self._waiting) >= MOST_TOGETHER:
+        if self._window_s <= 0.0 or sum(len(m.queries) for m in self._waiting) >= MAX_TOGETHER:
             self.close()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._window_s, self.close)
@@ -200,7 +200,7 @@ TURN_S: Final = 0.000_5
 """Reports are taken in for this long before questions are looked for, seconds, and for longer where
 decisions took longer meanwhile."""
 
-MOST_BYTES: Final = 16 << 20
+MAX_BYTES: Final = 16 << 20
 """Most bytes of reports that wait; for more the oldest are taken in at once."""
 
 
@@ -228,7 +228,7 @@ class ReportQueue:
         """A report of ``size`` bytes was read, whose sender waits until ``due_s``."""
         self.waiting.append(_WaitingReports(connection, report, due_s, size))
         self._bytes += size
-        while self._bytes > MOST_BYTES:
+        while self._bytes > MAX_BYTES:
             self._next()
         self._schedule()
 

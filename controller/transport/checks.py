@@ -22,13 +22,13 @@ from sluice.protocol.messages import (
     MAX_KEYS,
     MAX_USES,
     MAX_WAITS,
+    FaultNotice,
     FirstTokenWait,
     LateNotice,
     QuotaUse,
     ReplicaDelta,
     ReplicaHello,
     RequestEnding,
-    TroubleNotice,
     decode_query,
     encode,
     of_extension,
@@ -151,7 +151,7 @@ MAX_CORRECTION = 1_000.0
 
 Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_KEYS)]
 Keys = Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
-Notices = Annotated[tuple[TroubleNotice, ...], msgspec.Meta(max_length=MAX_KEYS)]
+Notices = Annotated[tuple[FaultNotice, ...], msgspec.Meta(max_length=MAX_KEYS)]
 RequestEndings = Annotated[tuple[RequestEnding, ...], msgspec.Meta(max_length=MAX_ENDINGS)]
 LateNotices = Annotated[tuple[LateNotice, ...], msgspec.Meta(max_length=MAX_ENDINGS)]
 Waits = Annotated[tuple[FirstTokenWait, ...], msgspec.Meta(max_length=MAX_WAITS)]

@@ -63,7 +63,7 @@ from sluice.router.serve.contract import (
     StalledReaderError,
     error_of,
 )
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import TokenClock, clock_of
@@ -510,7 +510,7 @@ class Dispatcher:
         elif isinstance(failure, ReaderLostError):
             return
         elif failure.reason is Reason.REPLICA_FAILED and not failure.hung:
-            self._controller.troubled(replica_id, Trouble.FAILED)
+            self._controller.faulted(replica_id, ReplicaFault.FAILED)
 
     def _void(self, answer: Answer, decision: RouteDecision) -> RouteDecision:
         """A decision that another replica than the chosen one serves."""

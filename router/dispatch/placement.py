@@ -24,7 +24,7 @@ from sluice.router.request.prompt import TokenEstimator
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.router.serve.hint import START_WAIT_S
 from sluice.router.tenancy.limits import ANYONE, Client
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
@@ -370,7 +370,7 @@ class DecisionService(Protocol):
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         """These replicas no longer serve requests. Returns at once."""
 
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
         """This replica has failed a request, or is unresponsive. Returns at once."""
 
     def ended(self, ending: RequestEnding) -> None:

@@ -19,7 +19,7 @@ from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.roles import Role
 
 SWEEP_S = 0.25
@@ -175,7 +175,7 @@ class StallDetector:
         suspect.misses += report is None
         if report is not None or suspect.misses >= MISSES:
             self.hung[suspect.replica_id] = asked_s
-            self.controller.troubled(suspect.replica_id, Trouble.HUNG)
+            self.controller.faulted(suspect.replica_id, ReplicaFault.HUNG)
             await self._move(suspect, here, asked_s)
 
     async def _leave_replaced(self, suspect: _Suspect, here: list[Attempt], asked_s: float) -> None:

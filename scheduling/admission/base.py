@@ -35,7 +35,7 @@ class Constraint(enum.IntEnum):
     """The engine runs as many sequences as it may."""
     PREFILL_BUDGET = 6
     """The prompt exceeds the prefill admission budget."""
-    WORTHIER = 7
+    OVERTAKING = 7
     """No capacity would be left for requests of more worth that are expected and due before."""
 
 
@@ -133,7 +133,7 @@ class AdmissionPolicy(ABC):
 
     def select(self, jobs: Sequence[Job], fleet: Fleet) -> NDArray[np.bool_]:
         """``bool[n]``: the jobs, of the greatest sum of priorities, that a replica can promise
-        together beside all earlier promises. Only called if ``selects``, with at most ``MOST_NEW``
+        together beside all earlier promises. Only called if ``selects``, with at most ``MAX_NEW``
         jobs, each with the same single row."""
         raise NotImplementedError
 

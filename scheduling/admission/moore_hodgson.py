@@ -13,7 +13,7 @@ from pydantic import Field
 
 from sluice.scheduling.admission.base import AdmissionPolicy, Constraint, Promises
 from sluice.scheduling.admission.room import (
-    LEAST_WAIT_S,
+    MIN_WAIT_S,
     alone_constraint,
     first_token_s,
     fits_alone,
@@ -28,12 +28,12 @@ from sluice.scheduling.fleet.rows import (
     DECODE_PACE_S,
     FIXED_S,
     LATER_S,
-    LEAST_RATE,
     LEFT_AHEAD_S,
     LOAD_DUE_S,
     LOAD_PACE_S,
     LOADS,
     MARGIN_S,
+    MIN_RATE,
     PREFILL_DUE_S,
     PROMISED,
     QUEUED,
@@ -140,7 +140,7 @@ def promises(
     :class:`~sluice.scheduling.admission.base.Promises`."""
     (
         rows, all_cached, all_work_s, lead_s, all_splits, now_s, job_due_s, waited_s, job_tpot_s,
-        priority, prompt_tokens, output_tokens, moved, reserve_tokens, job_worthier_s,
+        priority, prompt_tokens, output_tokens, moved, reserve_tokens, job_overtaking_s,
     ) = job  # fmt: skip
     count = rows.shape[0]
     holds = np.empty(count, np.bool_)
@@ -160,8 +160,8 @@ def promises(
             all_s += most_work_s(pieces, kept, 0.0)
             step_s += most_work_s(pieces, 1.0, kept)
         # An idle replica keeps nothing for others.
-        worthier_s = job_worthier_s if of[PROMISED] > 0.0 else 0.0
-        all_s += later_work_s(of, due_s - now_s) + worthier_s
+        overtaking_s = job_overtaking_s if of[PROMISED] > 0.0 else 0.0
+        all_s += later_work_s(of, due_s - now_s) + overtaking_s
         own_late_s = late_by(of, queue, decodes, all_s, now_s, due_s, headroom)
         if not splits:
             later_s = later_late_by(of, pieces, decodes, later, prompt_tokens, headroom)
@@ -184,12 +184,12 @@ def promises(
         elif not holds[place]:
             loaded = int(of[LOADS])
             rate = 1.0 - decodes[loaded - 1, SHARES] if loaded > 0 else 1.0
-            others_only = worthier_s > 0.0 and max(late_s - worthier_s, slow_s, room_s) <= 0.0
-            late_s /= max(rate, LEAST_RATE)
-            wait_s[place] = max(LEAST_WAIT_S, late_s, slow_s, room_s)
+            others_only = overtaking_s > 0.0 and max(late_s - overtaking_s, slow_s, room_s) <= 0.0
+            late_s /= max(rate, MIN_RATE)
+            wait_s[place] = max(MIN_WAIT_S, late_s, slow_s, room_s)
             # Of several constraints, the one with the longest wait binds.
             if others_only:
-                binds[place] = Constraint.WORTHIER
+                binds[place] = Constraint.OVERTAKING
             elif room_s >= max(late_s, slow_s):
                 binds[place] = room_constraint(of)
             elif slow_s >= late_s:

@@ -82,7 +82,7 @@ def first_token_s(
     return max(0.0, ends_s - now_s) + batches * step_s + max(left_s, filled_s)
 
 
-LEAST_WAIT_S = 0.05
+MIN_WAIT_S = 0.05
 """Minimum predicted wait of a request that cannot be promised now, seconds."""
 
 
@@ -137,7 +137,7 @@ def freed_within_s(figures: Floats, wanted: float, promised: float) -> float:
     rate = figures[BLOCKS_PER_S]
     wait_s = 0.0
     if lack > 0.0:
-        wait_s = max(LEAST_WAIT_S, lack / rate) if rate > 0.0 else FREED_WITHIN_S
+        wait_s = max(MIN_WAIT_S, lack / rate) if rate > 0.0 else FREED_WITHIN_S
     if promised >= figures[PLACES]:
         wait_s = max(wait_s, FREED_WITHIN_S)
     return wait_s

@@ -46,7 +46,7 @@ class RecentDemand:
         self._asked[self._count % MEMORY] = now_s, work_s, slack_s, priority
         self._count += 1
 
-    def worthier_s(self, now_s: float, work_s: Floats, slack_s: float, priority: float) -> float:
+    def overtaking_s(self, now_s: float, work_s: Floats, slack_s: float, priority: float) -> float:
         """Prefill work, seconds over all replicas, that a request of ``work_s`` on each should
         leave to requests expected later, due earlier and with more priority per second of work.
 
@@ -55,12 +55,12 @@ class RecentDemand:
         that would be lost, so that equals do not yield to each other. ``O(MEMORY)``, compiled."""
         if slack_s == inf:
             return 0.0
-        found: float = _worthier_s(self._asked, self._count, now_s, work_s, slack_s, priority)
+        found: float = _overtaking_s(self._asked, self._count, now_s, work_s, slack_s, priority)
         return found
 
 
 @compiled
-def _worthier_s(
+def _overtaking_s(
     asked: Floats, count: int, now_s: float, work_on_s: Floats, slack_s: float, priority: float
 ) -> float:
     oldest_s = asked[count % MEMORY if count > MEMORY else 0, 0]

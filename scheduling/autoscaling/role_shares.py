@@ -12,7 +12,7 @@ import numpy as np
 
 from sluice.scheduling.autoscaling.load import Load
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import DECODE_SHARES, DECODES, LEAST_RATE, requests_at
+from sluice.scheduling.fleet.rows import DECODE_SHARES, DECODES, MIN_RATE, requests_at
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES, Role
 
@@ -328,7 +328,7 @@ def shares_of(need: Need, replicas: int) -> Shares:
     of its steps or its KV, whichever is the larger part of a replica."""
     prefillers = np.arange(replicas, dtype=np.float64)
     decoders = replicas - prefillers
-    usable = max(need.usable - HEADROOM, LEAST_RATE)
+    usable = max(need.usable - HEADROOM, MIN_RATE)
     each = need.shares / need.decodes if need.decodes else 0.0
     part = max(each / usable, need.held / max(need.decodes, 1.0))
     slots = decoders * (max(1.0, 1.0 // part) if part else inf)
@@ -339,7 +339,7 @@ def shares_of(need: Need, replicas: int) -> Shares:
     rate = np.full(replicas, 1.0 - HEADROOM)
     paced = 1.0 - exp(-offered / replicas)
     prefillers[0], rate[0] = replicas, rate[0] - paced * (1.0 - need.usable) - decode / replicas
-    return Shares(prefillers, np.maximum(rate, LEAST_RATE), slots, offered)
+    return Shares(prefillers, np.maximum(rate, MIN_RATE), slots, offered)
 
 
 def busy_of(need: Need, replicas: int) -> Floats:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from sluice.scheduling.admission.slos_serve.selection import (
-    MOST_NEW,
+    MAX_NEW,
     PlanDemand,
     Supply,
     admissible,
@@ -49,7 +49,7 @@ from sluice.scheduling.request.queue import QueueView
 
 Mask = NDArray[np.bool_]
 
-MAX_DECIDED = 2 * MOST_NEW
+MAX_DECIDED = 2 * MAX_NEW
 """Maximum number of new requests that one call decides, in about a millisecond."""
 
 
@@ -253,7 +253,7 @@ class SLOsServe(BatchPolicy):
         new = new[:MAX_DECIDED]
         again = np.flatnonzero(asking & decided)
         worth = work_s[again] / table[again, PRIORITY]
-        again = again[np.argsort(worth, kind="stable")[: max(0, MOST_NEW - len(new))]]
+        again = again[np.argsort(worth, kind="stable")[: max(0, MAX_NEW - len(new))]]
         new = np.concatenate((new, again))
         if not len(new):
             return

@@ -15,8 +15,8 @@ FAILURES = 3
 FAILURES_WITHIN_S = 10.0
 """Time within which these come."""
 
-LEAST_OPEN_S = 1.0
-MOST_OPEN_S = 60.0
+MIN_OPEN_S = 1.0
+MAX_OPEN_S = 60.0
 """How long a breaker is open at first, and at most."""
 
 PROBE_S = 10.0
@@ -26,7 +26,7 @@ ENDED_PROBE_S = 1.0
 """The same of one that has ended: the replica's next report says what it got done."""
 
 
-class Trouble(enum.StrEnum):
+class ReplicaFault(enum.StrEnum):
     """What a router saw of a replica: a request ``FAILED`` in a way that may not happen elsewhere,
     or a stream ``HUNG``, without progress for too long."""
 
@@ -55,10 +55,10 @@ class Breaker:
       steps, or at ``FAILURES`` failures within ``FAILURES_WITHIN_S`` in which at most that many
       requests ended there. So neither requests that fail anywhere nor one router that does not
       reach the replica open it.
-    - It is open for ``LEAST_OPEN_S`` and while the replica reports that it hangs; then one probe at
+    - It is open for ``MIN_OPEN_S`` and while the replica reports that it hangs; then one probe at
       a time is let through. Work done closes it, a failure opens it again.
     - After closing it is on trial for as long as it was open, at least ``FAILURES_WITHIN_S``: one
-      failure opens it, for twice as long each time, up to ``MOST_OPEN_S``.
+      failure opens it, for twice as long each time, up to ``MAX_OPEN_S``.
 
     All methods are ``O(1)``. Callers check ``state`` after each method that may change it."""
 
@@ -78,7 +78,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
-        self.cause = Trouble.FAILED
+        self.cause = ReplicaFault.FAILED
         """Why it was opened last."""
         self.since_s = -inf
         """Since when it has not been closed."""
@@ -102,21 +102,21 @@ class Breaker:
             self.state = BreakerState.HALF_OPEN
         self.probe = None
 
-    def trouble(self, trouble: Trouble, now_s: float, stepping: bool) -> bool:
+    def fault(self, fault: ReplicaFault, now_s: float, stepping: bool) -> bool:
         """Count a failure that a router saw; whether it opened the breaker. ``stepping``: the
         replica has just reported a step, so its engine does not hang."""
         self.advance(now_s)
         if self.state is BreakerState.OPEN:
             return False
         self._failures.append(_Failure(now_s, self._ended))
-        hangs = trouble is Trouble.HUNG and not stepping
+        hangs = fault is ReplicaFault.HUNG and not stepping
         if (
             hangs
             or self.state is BreakerState.HALF_OPEN
             or self._on_trial(now_s)
             or self._too_many(now_s)
         ):
-            self._open(trouble, now_s)
+            self._open(fault, now_s)
             return True
         return False
 
@@ -129,7 +129,7 @@ class Breaker:
         if hangs and not was:
             opened = self.state is not BreakerState.OPEN
             if opened:
-                self._open(Trouble.HUNG, now_s)
+                self._open(ReplicaFault.HUNG, now_s)
             self.due_s = inf  # until it takes that back
             return opened
         if was and not hangs:
@@ -180,11 +180,11 @@ class Breaker:
             and self._ended - first.ended <= FAILURES
         )
 
-    def _open(self, cause: Trouble, now_s: float) -> None:
+    def _open(self, cause: ReplicaFault, now_s: float) -> None:
         again = self.state is BreakerState.HALF_OPEN or now_s < self._trial_until_s
         if self.state is BreakerState.CLOSED:
             self.since_s = now_s
-        self._open_s = min(2 * self._open_s, MOST_OPEN_S) if again else LEAST_OPEN_S
+        self._open_s = min(2 * self._open_s, MAX_OPEN_S) if again else MIN_OPEN_S
         self.state, self.cause, self.probe = BreakerState.OPEN, cause, None
         self.due_s = now_s + self._open_s
         self._failures.clear()

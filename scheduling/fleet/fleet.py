@@ -29,7 +29,7 @@ from sluice.scheduling.roles import ROLES, Role
 Condition = Literal["fresh", "aged", "stale", "quarantined", "draining", "gone"]
 CONDITIONS: tuple[Condition, ...] = ("fresh", "aged", "stale", "quarantined", "draining", "gone")
 
-MOST_CLOSED = 4096
+MAX_CLOSED = 4096
 """Most replicas that are closed at once; the one closed first is forgotten for one more."""
 
 _CODES: dict[Role, int] = {role: code for code, role in enumerate(ROLES)}
@@ -90,7 +90,7 @@ class Fleet:
         self._rooms: Ints = np.zeros(0, np.int64)
         self._used = 0
         self._reports: list[Report | None] = []
-        self._heard_s: Floats = np.zeros(0)
+        self._last_report_s: Floats = np.zeros(0)
         self._gone_until_s: Floats = np.zeros(0)
         self._willing: NDArray[np.bool_] = np.zeros(0, bool)
         # Kept with every change of what it is made from, as each decision reads it.
@@ -124,9 +124,9 @@ class Fleet:
         row = self.row_of.get(replica_id)
         if row is None:
             row = self._join(replica_id)
-        if now_s - self._heard_s[row] >= self.settings.aged_after_s:
+        if now_s - self._last_report_s[row] >= self.settings.aged_after_s:
             self._candidates = None
-        self._heard_s[row] = now_s
+        self._last_report_s[row] = now_s
         if self.roles[row] != report.role:
             self._set_role(row, report.role)
         if report.transfers.done:
@@ -175,7 +175,7 @@ class Fleet:
         """Leave a replica out of decisions until :meth:`reopen`, whatever it reports, also where it
         joins later. What is reserved there is on its way and stays."""
         if replica_id not in self.closed:
-            self.closed = (*self.closed, replica_id)[-MOST_CLOSED:]
+            self.closed = (*self.closed, replica_id)[-MAX_CLOSED:]
         row = self.row_of.get(replica_id)
         if row is not None:
             self._set_willing(row, False)
@@ -217,12 +217,12 @@ class Fleet:
                 return self._candidates
             self._candidates = None
         self.may_promise = True
-        silent_s = now_s - self._heard_s
+        silent_s = now_s - self._last_report_s
         here = now_s >= self._gone_until_s
         fresh = here & (silent_s < aged_after_s)
         rows = np.flatnonzero(self._sound & fresh)
         if len(rows):
-            self._oldest_s = float(self._heard_s[rows].min())
+            self._oldest_s = float(self._last_report_s[rows].min())
             self._returns_s = float(self._gone_until_s[~here].min(initial=inf))
             self._candidates = rows
             return rows
@@ -256,7 +256,7 @@ class Fleet:
 
     def present(self, now_s: float) -> Ints:
         """Rows of the replicas that take requests or would if they were not quarantined."""
-        heard = now_s - self._heard_s < self.settings.stale_after_s
+        heard = now_s - self._last_report_s < self.settings.stale_after_s
         return np.flatnonzero(self._willing & heard & (now_s >= self._gone_until_s))
 
     def but(self, rows: Ints, replica_ids: Iterable[str]) -> Ints:
@@ -287,7 +287,7 @@ class Fleet:
             return "draining"
         if now_s < self._gone_until_s[row]:
             return "gone"
-        silent_s = now_s - self._heard_s[row]
+        silent_s = now_s - self._last_report_s[row]
         if silent_s >= self.settings.stale_after_s:
             return "stale"
         if row in self._quarantined:
@@ -404,7 +404,7 @@ class Fleet:
             room = np.zeros((more, *array.shape[1:]), array.dtype)
             setattr(self, name, np.concatenate((array, room)))
         self._renew_arrays()
-        self._heard_s = np.concatenate((self._heard_s, np.full(more, -inf)))
+        self._last_report_s = np.concatenate((self._last_report_s, np.full(more, -inf)))
         self._gone_until_s = np.concatenate((self._gone_until_s, np.full(more, -inf)))
         self._willing = np.concatenate((self._willing, np.zeros(more, bool)))
         self._sound = np.concatenate((self._sound, np.zeros(more, bool)))

@@ -86,7 +86,7 @@ from sluice.scheduling.roles import Role
 # What is known of a replica is as old as its last report. Without this ledger every request that
 # arrives between two reports would go to the same, seemingly idle replica.
 
-_MOST_STALE = 1_024
+_MAX_STALE = 1_024
 """Ended reservations whose ends may be kept beside those of the others."""
 
 
@@ -176,7 +176,7 @@ class Ledger:
         ends_s = max(made.made_s, made.awaited_s) + self._ttl_s
         self.next_s = min(self.next_s, ends_s)
         heapq.heappush(self._ends, (ends_s, key))
-        if len(self._ends) > 2 * len(self._entries) + _MOST_STALE:
+        if len(self._ends) > 2 * len(self._entries) + _MAX_STALE:
             self._rebuild_ends()
         self._of_replica.setdefault(made.replica_id, {})[key] = made
         return changed
@@ -252,7 +252,7 @@ BATCH_USABLE = 0.9
 """The share of the decodes' least slack or TPOT that a batch of ``deadline_triage`` takes, as its
 default head-room leaves it."""
 
-MOST_STEP_S = 1.0
+MAX_STEP_S = 1.0
 """A replica counts as having worked for at most so long without the end of a step."""
 
 
@@ -468,8 +468,8 @@ def fold(
     # as if it had done its work.
     begun_s = made_s
     if earliest_s < inf:
-        begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MOST_STEP_S)
-        begun_s = max(begun_s, min(next_begins_s, made_s + MOST_STEP_S))
+        begun_s = max(min(made_s, max(stepped_s, earliest_s)), made_s - MAX_STEP_S)
+        begun_s = max(begun_s, min(next_begins_s, made_s + MAX_STEP_S))
     figures[BEGUN_S] = figures[SPENT_UNTIL_S] = begun_s + offset_s
     work_s = step_work_s if earliest_s <= stepped_s else first_work_s
     if preempts:

@@ -97,7 +97,7 @@ LENT_WORK_S = 1
 LENT_PRIORITY = 2
 LENT_FIELDS = 3
 
-LEAST_RATE = 0.05
+MIN_RATE = 0.05
 """Least share of a replica's time that counts as left for prefill, in predictions."""
 
 FREED_WITHIN_S = 5.0
@@ -373,7 +373,7 @@ def room_s(figures: Floats) -> float:
     batch_s = figures[BATCH_S]
     if batch_s == inf:
         return inf
-    return max(batch_s - figures[FIXED_S] - figures[DECODE_S], LEAST_RATE * batch_s)
+    return max(batch_s - figures[FIXED_S] - figures[DECODE_S], MIN_RATE * batch_s)
 
 
 @compiled

@@ -22,14 +22,14 @@ MEMORY = 200.0
 """Transfers after which what was seen counts ``1/e`` of what it did."""
 
 
-LEAST_SHARE = 0.1
+MIN_SHARE = 0.1
 """Minimum share of the TTFT objective that is left for the prefill of a P/D pair."""
 
 
 def prompt_ttft_s(ttft_s: float, kv_transfer_s: float) -> float:
     """The TTFT objective of the prefill, if the request's first token comes ``kv_transfer_s`` after
     it, seconds."""
-    return max(ttft_s - kv_transfer_s, LEAST_SHARE * ttft_s)
+    return max(ttft_s - kv_transfer_s, MIN_SHARE * ttft_s)
 
 
 class Transfers(NamedTuple):

@@ -38,18 +38,18 @@ moves it far."""
 MEMORY_S: Final = 60.0
 """How long a score counts, seconds."""
 
-MOST_MARGIN: Final = 0.5
+MAX_MARGIN: Final = 0.5
 """Largest margin: with 0.9, a short overload had fleets promise half as much for a minute
 after."""
 
-LEAST_RAISE: Final = 0.04
+MIN_RAISE: Final = 0.04
 """A late promise asks for at most twice its margin, or this much more: what is late is served
 behind the rest, so its lateness says little of the margin that it needed."""
 
 GAIN: Final = 0.002
 """Of adaptive conformal inference: how far one promise moves the level."""
 
-_LEAST_MISSES, _MOST_MISSES = 0.001, 0.1
+_MIN_MISSES, _MAX_MISSES = 0.001, 0.1
 """Between which the share of misses that the quantile is taken for moves."""
 
 PRIOR: Final = 0.04
@@ -60,24 +60,24 @@ PRIOR_SHARE: Final = 0.02
 """Twice the misses that a level of 0.99 allows, so that a margin there begins at :data:`PRIOR` and
 follows what is observed once half of :data:`MEMORY` is known."""
 
-MOST_TRACKERS: Final = 4_096
+MAX_TRACKERS: Final = 4_096
 """Margins that are learned at a time; the one that was used longest ago goes first."""
 
 APART: Final = 0.01
 """A score above the margin that the others need by more than this stands out."""
 
-LEAST_OUT: Final = 4
+MIN_OUT: Final = 4
 """A replica is set apart from the others only with at least this many scores that stand out."""
 
 OUT_RATIO: Final = 4.0
 """And only if their share of its scores is at least this many times the allowed share of misses: of
 50 scores 4, which at a level of 0.99 happens by chance once in 600 times."""
 
-LEAST_OTHERS: Final = 20
+MIN_OTHERS: Final = 20
 """And only in comparison with at least this many scores of other replicas."""
 
 _FIRST_SCALE_S = 0.125
-_LEAST_PAUSE_S = 1.0
+_MIN_PAUSE_S = 1.0
 
 
 _Kind = tuple[Objective, int, TPOTAnchor | None]
@@ -114,7 +114,7 @@ class Tracker:
         """Record the final score of a promise, and whether it was met (``kept``)."""
         wanted = 1.0 - self._level
         misses = self._misses + GAIN * (wanted - (0.0 if kept else 1.0))
-        self._misses = min(max(misses, min(_LEAST_MISSES, wanted)), max(_MOST_MISSES, wanted))
+        self._misses = min(max(misses, min(_MIN_MISSES, wanted)), max(_MAX_MISSES, wanted))
         self._scores.append(_Score(now_s, score, replica_id))
         self._measure(now_s)
 
@@ -134,7 +134,7 @@ class Tracker:
         """Share of an objective by which it is planned earlier."""
         # Where so little can be guaranteed that no score comes any more, this opens the door again.
         # Not with every decision, as one costs less than a quantile.
-        if now_s >= self._measured_s + _LEAST_PAUSE_S:
+        if now_s >= self._measured_s + _MIN_PAUSE_S:
             self._measure(now_s)
         return self._margin
 
@@ -147,8 +147,8 @@ class Tracker:
         others = [each.score for each in self._scores if each.replica_id != replica_id]
         usual = _quantile(others, 1.0 - self._level) + APART
         out = sum(each > usual for each in own)
-        enough = max(LEAST_OUT, OUT_RATIO * (1.0 - self._level) * len(own))
-        return len(others) >= LEAST_OTHERS and out >= enough
+        enough = max(MIN_OUT, OUT_RATIO * (1.0 - self._level) * len(own))
+        return len(others) >= MIN_OTHERS and out >= enough
 
     def _measure(self, now_s: float) -> None:
         self._measured_s, scores = now_s, self._scores
@@ -168,7 +168,7 @@ def _quantile(known: list[float], misses: float) -> float:
     # Its place from above; scores that are not there are the lowest.
     place = max(0, MEMORY - ceil((MEMORY + 1) * (1.0 - misses)))
     found = scores[place] if place < len(scores) else 0.0
-    return min(max(found, 0.0), MOST_MARGIN)
+    return min(max(found, 0.0), MAX_MARGIN)
 
 
 class Margins:
@@ -215,16 +215,16 @@ class Margins:
             self._of(kind).take(replica_id, tracker)
 
     def _of(self, kind: _Kind) -> Tracker:
-        return used(self._trackers, kind, partial(Tracker, self._level), MOST_TRACKERS)
+        return used(self._trackers, kind, partial(Tracker, self._level), MAX_TRACKERS)
 
 
 def score_of(stated_s: float, planned_s: float, observed_s: float) -> float:
     """How large the margin of a promise would have had to be, as far as it shows: see
-    :data:`LEAST_RAISE`."""
+    :data:`MIN_RAISE`."""
     if observed_s <= 0.0:
         return -inf
     margin = 1.0 - planned_s / stated_s
-    return min(1.0 - planned_s / observed_s, margin + max(margin, LEAST_RAISE))
+    return min(1.0 - planned_s / observed_s, margin + max(margin, MIN_RAISE))
 
 
 def _kind(objective: Objective, stated_s: float, anchor: TPOTAnchor) -> _Kind:
@@ -232,13 +232,13 @@ def _kind(objective: Objective, stated_s: float, anchor: TPOTAnchor) -> _Kind:
     return objective, scale, anchor if objective == "tpot" else None
 
 
-MOST_PROMISES: Final = 65_536
+MAX_PROMISES: Final = 65_536
 """Promises under way that are known at a time; of more, the oldest teach nothing."""
 
-MOST_PLANS: Final = 1_024
+MAX_PLANS: Final = 1_024
 """Objectives whose plans are kept."""
 
-MOST_APART: Final = 8
+MAX_APART: Final = 8
 """Replicas set apart at a time: a decision asks about each of them on its own."""
 
 
@@ -284,7 +284,7 @@ class Calibration:
         or by any that is not set apart. ``O(1)``."""
         if now_s >= self._planned_until_s:  # old scores leave the margins meanwhile
             self._plans.clear()
-            self._planned_until_s = now_s + _LEAST_PAUSE_S
+            self._planned_until_s = now_s + _MIN_PAUSE_S
         plan = self._plans.get((slo, replica_id))
         if plan is not None:
             return plan
@@ -294,7 +294,7 @@ class Calibration:
             if stated_s is not None:
                 margin = margins.margin(OBJECTIVES[place], stated_s, now_s, anchor)
                 times_s[place] = stated_s * (1.0 - margin)
-        if len(self._plans) >= MOST_PLANS:
+        if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         plan = self._plans[slo, replica_id] = slo.with_times(times_s)
         return plan
@@ -307,7 +307,7 @@ class Calibration:
         self._promises[key] = _Promise(
             stated.times_s, planned.times_s, replica_id, stated.tpot_anchor
         )
-        if len(self._promises) > MOST_PROMISES:
+        if len(self._promises) > MAX_PROMISES:
             self.dropped(next(iter(self._promises)))
 
     def dropped(self, key: Hashable) -> None:
@@ -374,7 +374,7 @@ class Calibration:
             # Also check silent replicas, once their entries are needed.
             for name in tuple(self.apart):
                 self._join(name, now_s)
-            if len(self.apart) < MOST_APART:
+            if len(self.apart) < MAX_APART:
                 own = self.apart[replica_id] = Margins(self._level)
                 own.take(replica_id, self._margins)
 

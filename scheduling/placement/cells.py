@@ -22,7 +22,7 @@ from sluice.scheduling.request.job import (
     Tier,
 )
 
-MOST_CELLS: Final = 16
+MAX_CELLS: Final = 16
 """Most cells of a fleet."""
 
 ANSWER_KEPT_S: Final = 2.0
@@ -33,7 +33,7 @@ SPREAD_S: Final = 0.05
 """Difference in slack, seconds, from which the cell with more gets every request. Below it, it gets
 a share in proportion: answers are late, and all requests until the next ones would go there."""
 
-MOST_PREFIXES: Final = 16_384
+MAX_PREFIXES: Final = 16_384
 """Most prompts whose cell a router remembers."""
 
 Questions = Generator[tuple[int, RouteQuery], RouteDecision | None, RouteDecision | None]
@@ -62,12 +62,12 @@ class CellChoice:
     slack is asked last, as it will probably serve the request as best effort. A cell without
     replicas, or that did not answer, is asked only if there is no other.
 
-    ``O(cells + chunks of the prompt)``, memory bounded by ``MOST_PREFIXES``. Raises ``ValueError``
-    if ``cells`` is not in [2, ``MOST_CELLS``]."""
+    ``O(cells + chunks of the prompt)``, memory bounded by ``MAX_PREFIXES``. Raises ``ValueError``
+    if ``cells`` is not in [2, ``MAX_CELLS``]."""
 
     def __init__(self, cells: int) -> None:
-        if not 2 <= cells <= MOST_CELLS:
-            raise ValueError(f"cells must be from 2 to {MOST_CELLS}, got {cells}")
+        if not 2 <= cells <= MAX_CELLS:
+            raise ValueError(f"cells must be from 2 to {MAX_CELLS}, got {cells}")
         self._cells = cells
         # Of each cell: its last slack, when that was reported, and whether it could not guarantee
         # the last request.
@@ -139,7 +139,7 @@ class CellChoice:
         if query.prefix and decision.replica_id is not None:
             self._prefixes.pop(query.prefix[-1], None)
             self._prefixes[query.prefix[-1]] = cell
-            if len(self._prefixes) > MOST_PREFIXES:
+            if len(self._prefixes) > MAX_PREFIXES:
                 del self._prefixes[next(iter(self._prefixes))]
 
     def _drawn(self, query: RouteQuery, up: Sequence[bool]) -> tuple[int, int, float]:

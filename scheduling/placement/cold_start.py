@@ -32,7 +32,7 @@ LATE_PART: Final = 0.1
 """A start that takes longer than predicted is predicted to end after this share of the prediction,
 whenever it is asked for."""
 
-MOST_WAITING: Final = 4_096
+MAX_WAITING: Final = 4_096
 """Maximum number of waiting requests whose prompts are counted."""
 
 
@@ -99,7 +99,7 @@ class ColdStart:
         ahead_s = self._ahead_s.get(key)
         if ahead_s is None:
             ahead_s = self._work_s
-            if len(self._ahead_s) < MOST_WAITING:
+            if len(self._ahead_s) < MAX_WAITING:
                 self._ahead_s[key] = ahead_s
                 self._work_s += own_s
         return ahead_s

@@ -6,7 +6,7 @@ falls into the pause. A stream moves because its replica **leaves**, so that a d
 as long as its longest stream, or because it is promised and predicted to be **late** where it is.
 
 A promised stream only moves where the rest of its objective is promised. It never returns to a
-replica that it has left, moves at most ``MOST_MOVES`` times, and not within ``REST_S`` of its last
+replica that it has left, moves at most ``MAX_MOVES`` times, and not within ``REST_S`` of its last
 move."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ network."""
 REST_S: Final = 5.0
 """Shortest time between two moves of a stream, seconds."""
 
-MOST_MOVES: Final = 3
+MAX_MOVES: Final = 3
 """Most moves of one stream."""
 
 WORTH: Final = 2.0
@@ -31,7 +31,7 @@ WORTH: Final = 2.0
 PAUSE_SHARE: Final = 0.1
 """Share of the time that is left to a stream which its pause may take, if it has no slack."""
 
-MOST_PAUSE_S: Final = 1.0
+MAX_PAUSE_S: Final = 1.0
 """The next token of a stream that moves is due within this time, whatever its objective grants,
 seconds: the other replica must not treat it as one that can wait."""
 
@@ -85,9 +85,9 @@ class RunningStream(NamedTuple):
             return None
         if not self.recovers or granted_s == inf or self.left_tokens == inf:
             has_pace = self.tpot_s < inf and self.slack_s > 0.0
-            return Terms(min(self.slack_s, MOST_PAUSE_S), self.tpot_s) if has_pace else None
+            return Terms(min(self.slack_s, MAX_PAUSE_S), self.tpot_s) if has_pace else None
         slack_s = min(self.slack_s, granted_s / 2.0) if self.tpot_s < inf else 0.0
-        pause_s = min(max(slack_s, PAUSE_SHARE * granted_s), MOST_PAUSE_S)
+        pause_s = min(max(slack_s, PAUSE_SHARE * granted_s), MAX_PAUSE_S)
         return Terms(pause_s, min(self.tpot_s, (granted_s - pause_s) / self.left_tokens))
 
     @property
@@ -106,7 +106,7 @@ class MigrationPolicy:
     ``most_moves`` times and not within ``rest_s`` of its last move. Stateless."""
 
     def __init__(
-        self, at_once: int = AT_ONCE, rest_s: float = REST_S, most_moves: int = MOST_MOVES
+        self, at_once: int = AT_ONCE, rest_s: float = REST_S, most_moves: int = MAX_MOVES
     ) -> None:
         self._at_once = at_once
         self._rest_s = rest_s

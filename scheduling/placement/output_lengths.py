@@ -171,7 +171,7 @@ class OracleLengths:
 MEMORY: Final = 256
 """Latest outputs that count: at a level of 0.99 the quantile is the second longest of them."""
 
-LEAST_ENDED: Final = 20
+MIN_ENDED: Final = 20
 """Minimum outputs of known length before they replace the assumed length, and a tenant's lengths
 replace its class's."""
 
@@ -180,14 +180,14 @@ UNSEEN: Final = 2.0
 with an exponential tail it is 3.6 means on average, and the 0.99 quantile 4.6 means."""
 
 EVERY: Final = 8
-"""Once :data:`LEAST_ENDED` are known, outputs are counted in groups of this size."""
+"""Once :data:`MIN_ENDED` are known, outputs are counted in groups of this size."""
 
 MAX_CLASSES: Final = 64
 MAX_TENANTS: Final = 1_024
 """Most service classes, and most tenants in all of them together, that are followed: the one whose
 request ended longest ago goes first."""
 
-_MOST_TOKENS: Final = 1 << 30
+_MAX_TOKENS: Final = 1 << 30
 
 _DIGITS: Final = 9
 """Decimal digits to which sums of floats that should be equal agree."""
@@ -208,7 +208,7 @@ UNKNOWN: Final = OutputLength(UNKNOWN_OUTPUT_TOKENS, UNSEEN * UNKNOWN_OUTPUT_TOK
 class OutputLengths:
     """Learns the lengths of outputs by service class and tenant, from how requests ended.
 
-    A tenant counts by its own outputs from ``LEAST_ENDED`` on, and by its class before; until a
+    A tenant counts by its own outputs from ``MIN_ENDED`` on, and by its class before; until a
     class has as many, one of ``UNKNOWN_OUTPUT_TOKENS`` is added. ``O(1)`` to ask, ``O(MEMORY log
     MEMORY)`` for ``EVERY`` outputs to learn, bounded memory.
 
@@ -229,7 +229,7 @@ class OutputLengths:
         """What is expected of the output of a request."""
         service_class, most_tokens = query.slo.service_class, float(query.output_tokens)
         seen = self._tenants.get((service_class, query.tenant))
-        if seen is None or seen.ended < LEAST_ENDED:
+        if seen is None or seen.ended < MIN_ENDED:
             seen = self._classes.get(service_class)
         found = UNKNOWN if seen is None else seen.length
         if not most_tokens:
@@ -241,7 +241,7 @@ class OutputLengths:
         class names that are empty or too long are ignored."""
         if tokens < 1 or not 0 < len(service_class) <= MAX_TASK_NAME:
             return
-        tokens = min(tokens, _MOST_TOKENS)
+        tokens = min(tokens, _MAX_TOKENS)
         of_class = used(self._classes, service_class, _Seen, MAX_CLASSES)
         of_class.add(tokens, ended, self._level)
         if tenant:
@@ -265,12 +265,12 @@ class _Seen:
         place = self._count % MEMORY
         self._tokens[place], self._ended[place] = tokens, ended
         self._count += 1
-        if self._count > LEAST_ENDED and self._count % EVERY:
+        if self._count > MIN_ENDED and self._count % EVERY:
             return
         known = min(self._count, MEMORY)
         tokens_seen, ended_seen = self._tokens[:known], self._ended[:known]
         self.ended = int(np.count_nonzero(ended_seen))
-        if self.ended < LEAST_ENDED:
+        if self.ended < MIN_ENDED:
             tokens_seen = np.append(tokens_seen, np.int32(UNKNOWN_OUTPUT_TOKENS))
             ended_seen = np.append(ended_seen, True)
         self.length = length_of(tokens_seen, ended_seen, level)

@@ -19,8 +19,8 @@ from sluice.scheduling.admission.base import (
     Promises,
     together,
 )
-from sluice.scheduling.admission.room import LEAST_WAIT_S
-from sluice.scheduling.admission.slos_serve.selection import MOST_NEW
+from sluice.scheduling.admission.room import MIN_WAIT_S
+from sluice.scheduling.admission.slos_serve.selection import MAX_NEW
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Reservation
@@ -129,26 +129,26 @@ def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) ->
 # longer than that.
 #
 # How it is shared out is ours: both get as many times what a replica would take for them now, but
-# the first token no more than :data:`MOST_FIRST` times; the pace gets the rest. A pace is what
+# the first token no more than :data:`MAX_FIRST` times; the pace gets the rest. A pace is what
 # costs others' time, as each step of a decode has a fixed part, so slack is worth more there.
 #
 # This is for guaranteed requests, where the length is a bound and the replicas' work is known.
 # Code that only expects a length, for requests without a guarantee, converts an end-to-end time by
 # :func:`sluice.scheduling.request.deadline.paced`.
 
-LEAST_SPARE = 1.25
+MIN_SPARE = 1.25
 """The shares follow a replica's current load if it would end this many times sooner than required.
 Otherwise they are those of an idle replica, so that "never" and "not now" differ in admission."""
 
-MOST_FIRST = 2.0
+MAX_FIRST = 2.0
 """The first token gets at most this many times its predicted time, so that slack goes to the
 TPOT."""
 
-LEAST_FIRST = 0.1
+MIN_FIRST = 0.1
 """But at least this share of the whole time, where that is ample: a short prompt of a long answer
 need not run at once, and may go to a busier replica."""
 
-_LEAST_S = 1e-9
+_MIN_S = 1e-9
 
 
 def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SLO:
@@ -166,11 +166,11 @@ def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SL
         fleet.figures, fleet.pieces, rows, float(query.prompt_tokens), later
     )
     left_s = e2e_s - query.waited_s
-    if left_s >= LEAST_SPARE * busy_s:
-        first_s = min(left_s / busy_s, MOST_FIRST) * busy_first_s
-        first = query.waited_s + max(first_s, LEAST_FIRST * left_s)
+    if left_s >= MIN_SPARE * busy_s:
+        first_s = min(left_s / busy_s, MAX_FIRST) * busy_first_s
+        first = query.waited_s + max(first_s, MIN_FIRST * left_s)
     else:
-        first = min(e2e_s / idle_s, MOST_FIRST) * idle_first_s
+        first = min(e2e_s / idle_s, MAX_FIRST) * idle_first_s
     if not 0.0 < first < inf:
         # Of a model of extreme figures: what it cannot predict cannot be shared out.
         return query.slo
@@ -181,7 +181,7 @@ def shared_out(query: RouteQuery, tokens: float, fleet: Fleet, rows: Ints) -> SL
         first, pace = ttft_s, (e2e_s - ttft_s) / later
     if tpot_s < pace:
         pace, first = tpot_s, min(ttft_s, e2e_s - later * tpot_s)
-    return query.slo.with_times((max(first, _LEAST_S), max(pace, _LEAST_S), None))
+    return query.slo.with_times((max(first, _MIN_S), max(pace, _MIN_S), None))
 
 
 @compiled
@@ -197,11 +197,11 @@ def quickest(
         of = figures[row]
         first_s = of[FIXED_S] + most_work_s(pieces[row], max(1.0, prompt_tokens), 0.0)
         step_s = of[FIXED_S] + most_work_s(pieces[row], 1.0, prompt_tokens + 0.5 * later)
-        whole_s = max(first_s + later * step_s, _LEAST_S)
+        whole_s = max(first_s + later * step_s, _MIN_S)
         if whole_s < idle_s:
             idle_s, idle_first_s = whole_s, first_s
         first_s += of[PREFILL_S]
-        whole_s = max(first_s + later * (step_s + of[DECODE_S]), _LEAST_S)
+        whole_s = max(first_s + later * (step_s + of[DECODE_S]), _MIN_S)
         if whole_s < busy_s:
             busy_s, busy_first_s = whole_s, first_s
     return busy_s, busy_first_s, idle_s, idle_first_s
@@ -223,11 +223,11 @@ def quickest(
 # another order, one by one can be worth more: a reservation counts up to some milliseconds less
 # than a new request.
 
-MOST_TOGETHER: Final = MOST_NEW
+MAX_TOGETHER: Final = MAX_NEW
 """Maximum number of requests that are decided together."""
 
 
-class Turn(NamedTuple):
+class Planned(NamedTuple):
     """When and where to decide on one of several requests: its ``number`` in the order given and
     the ``row`` of the replica that is to promise it; ``None``: the routing policy chooses."""
 
@@ -242,7 +242,7 @@ def plan(
     choose: Callable[[Job, Fleet], int],
 ) -> dict[int, int]:
     """The replica's row of each request that is to be promised, by its index; empty where all can
-    be promised one by one. Leaves nothing reserved. Takes at most ``MOST_TOGETHER`` jobs, each made
+    be promised one by one. Leaves nothing reserved. Takes at most ``MAX_TOGETHER`` jobs, each made
     when the ones before it are reserved."""
     asked: dict[int, Job] = {}
     rows: dict[int, int] = {}
@@ -276,7 +276,7 @@ def _worth(asked: dict[int, Job], indexes: list[int]) -> float:
     return sum(asked[index].query.slo.priority for index in indexes)
 
 
-MOST_AWAITED_S = 600.0
+MAX_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
 
 
@@ -381,11 +381,11 @@ class Placer:
         self.returns = RetryAfter()
         """Retry times of refused requests."""
 
-    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Turn]:
-        """In which order to decide on at most ``MOST_TOGETHER`` waiting queries, and where each is
+    def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Planned]:
+        """In which order to decide on at most ``MAX_TOGETHER`` waiting queries, and where each is
         to be promised: the best set first (``plan``), or as given where the policy does not choose
         sets, with P/D roles, and for a single query."""
-        turns, admission = list(map(Turn, range(len(queries)))), self._admission
+        turns, admission = list(map(Planned, range(len(queries)))), self._admission
         if len(queries) < 2 or admission is None or not admission.selects or self._fleet.has_roles:
             return turns
         asked = (
@@ -400,7 +400,7 @@ class Placer:
         turn = self._routing.turn
         rows = plan(asked, self._fleet, admission, self._routing.choose_able)
         self._routing.turn = turn  # a plan takes none
-        best = [Turn(index, row) for index, row in sorted(rows.items())]
+        best = [Planned(index, row) for index, row in sorted(rows.items())]
         return [*best, *(turn for turn in turns if turn.number not in rows)]
 
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
@@ -479,11 +479,11 @@ class Placer:
         kv_transfer_s = None if second is None else second.kv_transfer_s
         job = job_of(fleet, query, rows, now_s, tokens, kv_transfer_s)
         if wanted is not None:
-            worthier_s = self.demand.recent.worthier_s(
+            overtaking_s = self.demand.recent.overtaking_s(
                 now_s, job.work_s, job.due_s - now_s, job.priority
             )
-            if worthier_s > 0.0:
-                job = job._replace(worthier_s=worthier_s / among)
+            if overtaking_s > 0.0:
+                job = job._replace(overtaking_s=overtaking_s / among)
         return _Asked(job, second, wanted, stated, planned, among)
 
     def _planned(self, query: RouteQuery, planned: SLO, rows: Ints) -> RouteQuery:
@@ -602,10 +602,10 @@ class Placer:
             planned = calibration.plan(stated, job.now_s, replica_id)
             query = self._planned(job.query, planned, row)
             own = job_of(self._fleet, query, row, job.now_s, self._lengths.of(query).mean)
-            own = own._replace(worthier_s=job.worthier_s)
-            told = admission.promises(own, self._fleet)
-            promises.holds[places], promises.ttft_s[places] = told.holds, told.ttft_s
-            promises.wait_s[places], promises.binds[places] = told.wait_s, told.binds
+            own = own._replace(overtaking_s=job.overtaking_s)
+            able = admission.promises(own, self._fleet)
+            promises.holds[places], promises.ttft_s[places] = able.holds, able.ttft_s
+            promises.wait_s[places], promises.binds[places] = able.wait_s, able.binds
             found[int(places[0])] = own, planned
         return found
 
@@ -652,9 +652,9 @@ class Placer:
         if wait_s == inf:
             return decision
         # Where it waits for a report only, a moment is enough.
-        room_s = max(wait_s, LEAST_WAIT_S)
-        told_s = self.returns.refused(query, job.output_tokens, room_s, job.now_s)
-        return decision._replace(retry_after_s=told_s, room_s=room_s)
+        room_s = max(wait_s, MIN_WAIT_S)
+        retry_s = self.returns.refused(query, job.output_tokens, room_s, job.now_s)
+        return decision._replace(retry_after_s=retry_s, room_s=room_s)
 
     def _best_effort(
         self, job: Job, second: DecodeChoice | None, promises: Promises | None = None
@@ -737,6 +737,6 @@ class Placer:
         prefill = made._replace(due_s=due_s, tpot_s=inf, output_tokens=1.0)
         fleet.reserve(query.prefill_key, prefill)
         due_in_s = job.due_s - job.now_s if job.due_s < inf else 0.0
-        awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MOST_AWAITED_S)
+        awaited_s = job.now_s + min(max(due_in_s, self._ahead_s(job)[chosen]), MAX_AWAITED_S)
         later = reservation_of(second.job, second.chosen, fleet.ids, made.promised)
         fleet.reserve(query.key, later._replace(awaited_s=float(awaited_s)))

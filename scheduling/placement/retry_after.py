@@ -22,7 +22,7 @@ from functools import partial
 from math import ceil, exp
 from typing import Final, NamedTuple
 
-from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.admission.room import MIN_WAIT_S
 from sluice.scheduling.recent import used
 from sluice.scheduling.request.job import RouteQuery
 
@@ -42,10 +42,10 @@ AHEAD_S: Final = 1.0
 GAIN: Final = 1.0
 """How far all tests of a queue together move the logarithm of the factor."""
 
-MOST_STEP: Final = 0.1
+MAX_STEP: Final = 0.1
 """How far one test moves it at most."""
 
-LEAST_FACTOR, MOST_FACTOR = 0.1, 64.0
+MIN_FACTOR, MAX_FACTOR = 0.1, 64.0
 """Bounds of the factor."""
 
 MEMORY_S: Final = 10.0
@@ -55,16 +55,16 @@ SHOWING: Final = 0.05
 """How far one reservation moves the share of reservations that are used. The share starts at a
 half."""
 
-MOST_TENANTS: Final = 4_096
+MAX_TENANTS: Final = 4_096
 """Maximum number of retry queues; beyond it, the least recently used one is dropped."""
 
-MOST_PLACES: Final = 8_192
+MAX_PLACES: Final = 8_192
 """Maximum reservations of one retry queue. Beyond it, a request gets a time but no reservation: if
 the oldest were dropped instead, it could not be learned whether they are used."""
 
 _SLOT_S: Final = 0.25
-_MOST_SLOTS: Final = ceil((HORIZON_S + GRACE_S) / _SLOT_S) + 2
-_MOST_GAP_S: Final = 1.0
+_MAX_SLOTS: Final = ceil((HORIZON_S + GRACE_S) / _SLOT_S) + 2
+_MAX_GAP_S: Final = 1.0
 
 
 class _Place(NamedTuple):
@@ -119,7 +119,7 @@ class Line:
         """Record that a request of ``tokens`` was promised; return whether it had a
         reservation."""
         place = self._find(name, now_s) if self.places else None
-        passed_s = min(now_s - self._counted_s, _MOST_GAP_S)
+        passed_s = min(now_s - self._counted_s, _MAX_GAP_S)
         left = exp(-passed_s / MEMORY_S)
         self._promised = self._promised * left + tokens
         self._busy_s = self._busy_s * left + passed_s
@@ -136,14 +136,14 @@ class Line:
         earlier one keeps its time."""
         place = self._find(name, now_s)
         if place is not None:
-            if place.due_s > now_s + LEAST_WAIT_S:
+            if place.due_s > now_s + MIN_WAIT_S:
                 return place.due_s - now_s, False
             self._came(name, held=False)
-        rate = self._promised / max(self._busy_s, _MOST_GAP_S)
+        rate = self._promised / max(self._busy_s, _MAX_GAP_S)
         ahead_s = self.showing * self._waiting / rate if rate > 0.0 else 0.0
-        after_s = max(self.factor * max(wait_s, ahead_s), LEAST_WAIT_S)
+        after_s = max(self.factor * max(wait_s, ahead_s), MIN_WAIT_S)
         due_s = now_s + min(after_s, HORIZON_S)
-        if len(self.places) < MOST_PLACES:
+        if len(self.places) < MAX_PLACES:
             self._join(name, _Place(due_s, prompt_tokens, tokens))
         return due_s - now_s, place is not None
 
@@ -152,7 +152,7 @@ class Line:
         since_s = now_s - GRACE_S
         first = int(since_s / _SLOT_S)
         # No retry time is beyond the horizon, so no slot is later than the last of these.
-        for gone in range(self._first, min(first, self._first + _MOST_SLOTS)):
+        for gone in range(self._first, min(first, self._first + _MAX_SLOTS)):
             slot = self._slots.get(gone)
             for each in tuple(slot.names) if slot is not None else ():
                 self._missed(each)
@@ -170,9 +170,9 @@ class Line:
     def _came(self, name: Hashable, held: bool) -> None:
         self._leave(name)
         self.showing += SHOWING * (1.0 - self.showing)
-        step = min(MOST_STEP, GAIN / max(1, len(self.places)))
+        step = min(MAX_STEP, GAIN / max(1, len(self.places)))
         factor = self.factor * exp(step * (LEVEL - held))
-        self.factor = min(max(factor, LEAST_FACTOR), MOST_FACTOR)
+        self.factor = min(max(factor, MIN_FACTOR), MAX_FACTOR)
 
     def _join(self, name: Hashable, place: _Place) -> None:
         self.places[name] = place
@@ -210,20 +210,20 @@ class RetryAfter:
 
     def promised(self, query: RouteQuery, output_tokens: float, now_s: float) -> None:
         """Record that ``query`` is promised, with its expected output length."""
-        line = used(self._lines, query.tenant, partial(Line, now_s), MOST_TENANTS)
+        line = used(self._lines, query.tenant, partial(Line, now_s), MAX_TENANTS)
         name = name_of(query) if line.places else None
         self.held += line.promised(name, query.prompt_tokens + output_tokens, now_s)
 
     def refused(
         self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float
     ) -> float:
-        """Time until a refused request should retry, seconds, at least ``LEAST_WAIT_S``. ``wait_s``
+        """Time until a refused request should retry, seconds, at least ``MIN_WAIT_S``. ``wait_s``
         is the predicted time until there is capacity without new arrivals."""
-        line = used(self._lines, query.tenant, partial(Line, now_s), MOST_TENANTS)
+        line = used(self._lines, query.tenant, partial(Line, now_s), MAX_TENANTS)
         prompt = float(query.prompt_tokens)
-        told_s, came = line.refused(name_of(query), prompt, prompt + output_tokens, wait_s, now_s)
+        retry_s, came = line.refused(name_of(query), prompt, prompt + output_tokens, wait_s, now_s)
         self.missed += came
-        return told_s
+        return retry_s
 
 
 def name_of(query: RouteQuery) -> Hashable:

@@ -126,7 +126,7 @@ class Job(NamedTuple):
         due_s: when its first token is due, so that the output also ends in time; infinite for none.
         tpot_s: at which the output also meets its end-to-end objective; infinite for none.
         reserve_tokens: a promise must leave capacity for one more prompt of this length.
-        worthier_s: work on each replica expected to come later, be due sooner and be worth more."""
+        overtaking_s: work on each replica that is expected later, due sooner and worth more."""
 
     query: RouteQuery
     rows: Ints
@@ -143,7 +143,7 @@ class Job(NamedTuple):
     output_tokens: float
     moved: bool = False
     reserve_tokens: float = 0.0
-    worthier_s: float = 0.0
+    overtaking_s: float = 0.0
 
     @property
     def later(self) -> Floats:

@@ -142,7 +142,7 @@ OBJECTIVES: Final[tuple[Objective, ...]] = ("ttft", "tpot", "e2e")
 Times = tuple[float | None, float | None, float | None]
 """TTFT, TPOT and end-to-end time, seconds; ``None`` where it is not stated."""
 
-_LEAST_S: Final = 1e-9
+_MIN_S: Final = 1e-9
 
 MIN_PRIORITY = 1
 MAX_PRIORITY = 10
@@ -279,7 +279,7 @@ class SLO(msgspec.Struct, frozen=True, array_like=True, dict=True):
         stage = self.stages[number]
         ttft_s, tpot_s, e2e_s = stage.planned_s
         if self.e2e_s is not None:
-            left_s = max(self.e2e_s - elapsed_s, _LEAST_S)
+            left_s = max(self.e2e_s - elapsed_s, _MIN_S)
             e2e_s = left_s if e2e_s is None else min(e2e_s, left_s)
         if number and ttft_s is None and not stage.prompt_tokens:
             ttft_s = tpot_s

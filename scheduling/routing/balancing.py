@@ -19,7 +19,7 @@ from sluice.scheduling.fleet.rows import (
     EXPECTED_BLOCKS,
     FIXED_S,
     FREE_BLOCKS,
-    LEAST_RATE,
+    MIN_RATE,
     PACE_S,
     PREFILL_S,
     RUNNING,
@@ -144,7 +144,7 @@ def prefill_share(figures: Floats) -> Floats:
     step per shortest TPOT; ``figures`` is ``float64[n, FIGURES]``."""
     step_s = figures[:, FIXED_S] + figures[:, DECODE_S]
     # An infinite pace: no decode limits the share.
-    return np.clip(1.0 - step_s / figures[:, PACE_S], LEAST_RATE, 1.0)
+    return np.clip(1.0 - step_s / figures[:, PACE_S], MIN_RATE, 1.0)
 
 
 def done_s(figures: Floats, now_s: float) -> Floats:

@@ -24,11 +24,11 @@ from sluice.scheduling.fleet.rows import (
     BEGUN_S,
     DECODE_SHARES,
     FIXED_S,
-    LEAST_RATE,
     LENT_DUE_S,
     LENT_PRIORITY,
     LENT_QUEUED,
     LENT_WORK_S,
+    MIN_RATE,
     ORDER,
     PACE_S,
     PREFILL_DUE_S,
@@ -47,10 +47,10 @@ from sluice.scheduling.request.job import Job, Numbers
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
 from sluice.scheduling.routing.base import RoutingPolicy
 
-LEAST_WORK_S = 1e-12
+MIN_WORK_S = 1e-12
 """Work counts as at least this much, seconds: by some models it takes no time."""
 
-MOST_INSERTED = 48
+MAX_INSERTED = 48
 """At most this number of requests is put in order by insertion, as a sort takes longer."""
 
 NOTHING = Prefill(0.0, inf, inf, 0.0, 0.0)
@@ -256,7 +256,7 @@ def time_of_queue(
     taken = figures[DECODE_SHARES]
     if budget_s < inf and fixed_s > 0.0:
         taken += fixed_s / budget_s
-    stretch = 1.0 / max(LEAST_RATE, 1.0 - taken)
+    stretch = 1.0 / max(MIN_RATE, 1.0 - taken)
     return QueueTime(stretch * total_s + offset_s, stretch, 0.0, offset_s)
 
 
@@ -295,7 +295,7 @@ def by_worth(prefills: Floats, urgent: int, order: float) -> Ints:
     worth, dense = np.empty(urgent), np.empty(urgent, np.int64)
     for item in range(urgent):
         own = worth_of(order, prefills[item, PRIORITY], prefills[item, WORK_S])
-        if urgent > MOST_INSERTED:
+        if urgent > MAX_INSERTED:
             worth[item] = -own
             continue
         place = item
@@ -303,7 +303,7 @@ def by_worth(prefills: Floats, urgent: int, order: float) -> Ints:
             worth[place], dense[place] = worth[place - 1], dense[place - 1]
             place -= 1
         worth[place], dense[place] = own, item
-    return np.argsort(worth, kind="mergesort") if urgent > MOST_INSERTED else dense
+    return np.argsort(worth, kind="mergesort") if urgent > MAX_INSERTED else dense
 
 
 @compiled
@@ -328,7 +328,7 @@ def worth_of(order: float, priority: float, work_s: float) -> float:
         return 0.0
     if order == BY_PRIORITY:
         return priority
-    return (1.0 if order == SHORTEST else priority) / max(work_s, LEAST_WORK_S)
+    return (1.0 if order == SHORTEST else priority) / max(work_s, MIN_WORK_S)
 
 
 @compiled

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.fleet.rows import DECODE_SHARES, LEAST_RATE, PREFILL_S, FleetArrays
+from sluice.scheduling.fleet.rows import DECODE_SHARES, MIN_RATE, PREFILL_S, FleetArrays
 from sluice.scheduling.policy import PolicyOptions
 from sluice.scheduling.request.job import Job, Numbers
 from sluice.scheduling.request.kernels import Floats, Ints, compiled
@@ -89,6 +89,6 @@ def done_after_s(figures: Floats, rows: Ints, work_s: Floats, lead_s: Floats) ->
     the share of each second that decodes leave, and ``lead_s[i]`` more. ``O(rows)``."""
     done = np.empty(rows.shape[0])
     for place, row in enumerate(rows):
-        rate = max(LEAST_RATE, 1.0 - figures[row, DECODE_SHARES])
+        rate = max(MIN_RATE, 1.0 - figures[row, DECODE_SHARES])
         done[place] = (figures[row, PREFILL_S] + work_s[place]) / rate + lead_s[place]
     return done

@@ -29,10 +29,10 @@ WINDOW_S = 10.0
 REFRESH_S = 0.1
 """How old the water level may be, seconds."""
 
-MOST_TENANTS = 4_096
+MAX_TENANTS = 4_096
 """Maximum number of tracked tenants. Beyond it, the one that has asked for least is dropped."""
 
-MOST_KEYS = 100_000
+MAX_KEYS = 100_000
 """Maximum number of requests tracked until they end. Beyond it, the oldest tenth is dropped."""
 
 SHORT = 0.97
@@ -46,7 +46,7 @@ PLACES_PART = 4.0
 """For ``has_room`` of slots: a tenant's most, per weight, over the free slots. One alone gets four
 fifths of all; many together nearly all, in equal parts."""
 
-MOST_USUAL = 4.0
+MAX_USUAL = 4.0
 """Maximum reserve, in mean prompts of tenants below their share."""
 
 _STEP = 0.5
@@ -56,7 +56,7 @@ _SMOOTHING = 0.1
 """Weight of the latest request in the means of what tenants below their share ask for."""
 
 _GAPS = 4.0
-_LEAST_MEMORY_S, _MOST_MEMORY_S = 1.0, 10.0
+_MIN_MEMORY_S, _MAX_MEMORY_S = 1.0, 10.0
 """The reserve starts to shrink when no tenant below its share has asked for ``_GAPS`` times the
 usual gap between their requests, within these bounds, seconds."""
 
@@ -89,7 +89,7 @@ class FairShares:
     ``O(1)`` each, and ``O(n log n)`` with ``n`` tenants ten times a second; ``O(n)`` for a tenant
     that replaces another one."""
 
-    def __init__(self, most_tenants: int = MOST_TENANTS, most_keys: int = MOST_KEYS) -> None:
+    def __init__(self, most_tenants: int = MAX_TENANTS, most_keys: int = MAX_KEYS) -> None:
         self._most_tenants, self._most_keys = most_tenants, most_keys
         # Tokens of the past weigh less, so they are counted in a unit that shrinks: what comes is
         # multiplied by a factor that grows, and all are compared as they are.
@@ -104,7 +104,7 @@ class FairShares:
         self._reserve = 0.0
         # Of the requests of tenants below their share: the last, and the means.
         self._below_s = -inf
-        self._gap_s = _MOST_MEMORY_S
+        self._gap_s = _MAX_MEMORY_S
         self._usual = 0.0
 
     def __len__(self) -> int:
@@ -189,14 +189,14 @@ class FairShares:
         # This seeks the reserve with which ``REFUSED`` of their prompts, by length, find no room.
         step = _STEP * prompt_tokens * (1.0 - REFUSED if refused else -REFUSED)
         reserve = self._reserve * self._fading(now_s) + step
-        self._reserve = min(max(reserve, 0.0), MOST_USUAL * self._usual)
-        gap_s = min(now_s - self._below_s, _MOST_MEMORY_S)
+        self._reserve = min(max(reserve, 0.0), MAX_USUAL * self._usual)
+        gap_s = min(now_s - self._below_s, _MAX_MEMORY_S)
         self._gap_s += _SMOOTHING * (gap_s - self._gap_s)
         self._below_s = now_s
 
     def _fading(self, now_s: float) -> float:
         """The remaining share of the reserve since a tenant below its share asked last."""
-        memory_s = min(max(_GAPS * self._gap_s, _LEAST_MEMORY_S), _MOST_MEMORY_S)
+        memory_s = min(max(_GAPS * self._gap_s, _MIN_MEMORY_S), _MAX_MEMORY_S)
         return exp(min(0.0, 1.0 - (now_s - self._below_s) / memory_s))
 
     def _refresh(self, now_s: float) -> None:

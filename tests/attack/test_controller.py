@@ -18,6 +18,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.transport.channel import RouteServer, _Served
 from sluice.protocol.connection import WELCOME
 from sluice.protocol.messages import (
+    FaultNotice,
     FirstTokenWait,
     LateNotice,
     MetricSample,
@@ -30,11 +31,10 @@ from sluice.protocol.messages import (
     RequestEnding,
     Route,
     Routed,
-    TroubleNotice,
     decode_answer,
     encode,
 )
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, SUMMARY
 from sluice.scheduling.request.job import INVALID_QUERY, RouteQuery
@@ -121,7 +121,7 @@ ENDING = RequestEnding("a", "ok", ("ttft",), 3, 0.1, 0.02, 0.3, "x", judged_s=(0
 LATE = LateNotice("a", 0.3, 0.1)
 WAIT = FirstTokenWait(1, "a", 1.0, 0.5)
 STAGED = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, 0.05, 9.0)))
-NOTICE = TroubleNotice("a", Trouble.FAILED)
+NOTICE = FaultNotice("a", ReplicaFault.FAILED)
 
 CALLS: dict[str, Callable[[ObservedController], tuple[Any, ...]]] = {
     "hello": lambda _: (hello("c", [waiting_row(5, 10)]),),
@@ -130,7 +130,7 @@ CALLS: dict[str, Callable[[ObservedController], tuple[Any, ...]]] = {
     "goodbye": lambda _: ("c",),
     "release": lambda _: ([5, 6],),
     "replica_gone": lambda _: (["c", "d"],),
-    "troubled": lambda _: (7, [NOTICE]),
+    "faulted": lambda _: (7, [NOTICE]),
     "share_quotas": lambda _: ([USE],),
     "loop_age": lambda _: (5, 2.0),
     "push_metrics": lambda _: (PUSH, [ENDING], [LATE], [WAIT]),

@@ -10,8 +10,8 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.cells import Cells
 from sluice.controller.observability.observer import Observer
 from sluice.controller.transport.channel import NoAnswerError
-from sluice.protocol.messages import TroubleNotice
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.protocol.messages import FaultNotice
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from tests.controller.fleet import Clock, hello, query, waiting_row
 
 CONFIG = ControllerConfig(cells=2, policy="round_robin")
@@ -46,7 +46,7 @@ async def test_the_observer_adds_up_what_the_cells_say_on_one_clock() -> None:
     ]
     told = await observer.decisions(1)
     assert told is not None and [each["request_id"] for each in told] == ["second"]
-    await cells[1].troubled(1, [TroubleNotice("b", Trouble.FAILED)])
+    await cells[1].faulted(1, [FaultNotice("b", ReplicaFault.FAILED)])
     for clock in clocks:
         clock.advance(0.5)
     view = await observer.snapshot()

@@ -26,7 +26,7 @@ from sluice.controller.config import ControllerConfig, fingerprint_of
 from sluice.controller.discovery import NAMESPACE, DetachedController, ensure_observer
 from sluice.controller.transport.channel import MAX_TIMEOUTS
 from sluice.protocol.messages import MAX_QUERIES, FirstTokenWait, MetricSample, RequestEnding
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.cells import cell_of
 from sluice.scheduling.request.job import RouteDecision
 from tests.controller.fleet import Clock, delta, hello, newer_push, query, waiting_row
@@ -190,7 +190,7 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(common: str) 
         await until(lambda: _placed_by_connection(client), "the connection is open")
         assert await client.hello(hello("b", now_s=5)) is not None
         assert client.quarantined == frozenset()
-        client.troubled("a", Trouble.HUNG)
+        client.faulted("a", ReplicaFault.HUNG)
 
         async def heard() -> bool:
             placed = await client.route(query(2))
@@ -216,7 +216,7 @@ async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(comm
 
         await until(answered, "the controller has answered")
         assert set(told) == {1}
-        client.troubled("b", Trouble.HUNG)
+        client.faulted("b", ReplicaFault.HUNG)
 
         async def heard() -> bool:
             await client.push_metrics(newer_push("router", ()))

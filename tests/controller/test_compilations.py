@@ -88,7 +88,7 @@ async def play(config, draw):
         endings = [RequestEnding(str(query.key), draw.choice(("ok", "cancelled")), (), 20, 0.1, 0.1,
                    1.0, "", "standard", 1) for query in queries]
         await controller.sync(endings, (), waits)
-        await controller.troubled(1, [])
+        await controller.faulted(1, [])
         await controller.demand()
         await controller.figures()
         await controller.detail()

@@ -24,7 +24,7 @@ from sluice.replica.engine import EngineInfo
 from sluice.replica.reporter import Membership, Reporter
 from sluice.scheduling.fleet import rows as fleet_rows
 from sluice.scheduling.fleet.state import ROW, EngineState
-from sluice.scheduling.placement.placer import MOST_AWAITED_S
+from sluice.scheduling.placement.placer import MAX_AWAITED_S
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
@@ -287,7 +287,7 @@ class Conversation(RuleBasedStateMachine):
         self._all_report()
         # What nobody could tell of is left to its age, and nothing else.
         assert world.reserved() <= self.excused
-        steps = ceil((CONFIG.reservation_ttl_s + MOST_AWAITED_S) / CONFIG.stale_after_s)
+        steps = ceil((CONFIG.reservation_ttl_s + MAX_AWAITED_S) / CONFIG.stale_after_s)
         for _ in range(steps):
             world.clock.advance(CONFIG.stale_after_s)
             self._all_report()

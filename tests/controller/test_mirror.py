@@ -94,7 +94,7 @@ def test_the_batches_in_flight_end_before_the_queue_is_worked_on() -> None:
         made.summary["updated_s"], made.summary["next_begins_s"] = 1.0, next_begins_s
         mirror.hello(made, now_s=1)
     begun_s = [figure(fleet, of, "BEGUN_S") for of in "abc"]
-    assert begun_s == pytest.approx([1.0, 1.2, 1.0 + fleet_report.MOST_STEP_S])
+    assert begun_s == pytest.approx([1.0, 1.2, 1.0 + fleet_report.MAX_STEP_S])
     rows = np.array([fleet.row_of[of] for of in "ab"])
     budget_s, later_s = fleet.budgets_s(rows, 1.0)
     assert budget_s - later_s == pytest.approx(0.2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.state.mirror import MOST_LATE
+from sluice.controller.state.mirror import MAX_LATE
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait, RequestEnding
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
@@ -188,7 +188,7 @@ async def test_an_answer_names_a_bounded_number() -> None:
     rows = {slot: fleet.waiting(slot + 1, 5_000) for slot in range(60)}
     await fleet.report("a", rows, correction=9.0)
     found = await fleet.late(*(wait(key) for key in range(1, 61)))
-    assert len(found) == MOST_LATE
+    assert len(found) == MAX_LATE
 
 
 async def test_it_moves_with_its_promise_and_the_log_says_why() -> None:

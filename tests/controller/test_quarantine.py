@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.state.quarantine import ACCUSED_S, MOST_ROUTERS
-from sluice.protocol.messages import TroubleNotice
+from sluice.controller.state.quarantine import ACCUSED_S, MAX_ROUTERS
+from sluice.protocol.messages import FaultNotice
 from sluice.scheduling.fleet.breaker import (
     ENDED_PROBE_S,
-    LEAST_OPEN_S,
-    MOST_OPEN_S,
+    MAX_OPEN_S,
+    MIN_OPEN_S,
     PROBE_S,
-    Trouble,
+    ReplicaFault,
 )
 from sluice.scheduling.request.job import MAX_AVOIDED, RouteDecision, Tier
 from sluice.scheduling.roles import Role
@@ -95,10 +95,10 @@ class Fleet:
     async def places(self, count: int) -> set[str | None]:
         return {(await self.place()).replica_id for _ in range(count)}
 
-    async def trouble(
-        self, *names: str, trouble: Trouble = Trouble.HUNG, source: int = ROUTER
+    async def fault(
+        self, *names: str, fault: ReplicaFault = ReplicaFault.HUNG, source: int = ROUTER
     ) -> None:
-        await self.controller.troubled(source, [TroubleNotice(name, trouble) for name in names])
+        await self.controller.faulted(source, [FaultNotice(name, fault) for name in names])
 
     async def quarantined(self) -> tuple[str, ...]:
         return (await self.controller.route([])).quarantined
@@ -115,7 +115,7 @@ class Fleet:
 
 async def test_one_stream_that_hangs_is_enough_and_everybody_hears_of_it() -> None:
     fleet = await Fleet("a", "b").join()
-    await fleet.trouble("a")
+    await fleet.fault("a")
     assert await fleet.quarantined() == ("a",)
     assert (await fleet.controller.push_metrics(newer_push("router", ()))).quarantined == ("a",)
     assert await fleet.places(5) == {"b"}
@@ -126,7 +126,7 @@ async def test_one_stream_that_hangs_is_enough_and_everybody_hears_of_it() -> No
         "reason": "hung",
         "state": "open",
         "since_ms": 250,
-        "retry_in_ms": 1000 * LEAST_OPEN_S - 250,
+        "retry_in_ms": 1000 * MIN_OPEN_S - 250,
     }
     assert (await fleet.told("b"))["quarantine"] is None
     lines = await fleet.metrics()
@@ -145,28 +145,28 @@ async def test_one_stream_that_hangs_is_enough_and_everybody_hears_of_it() -> No
 async def test_failures_count_only_where_nothing_else_ends() -> None:
     fleet = await Fleet("a", "b").join()
     for _ in range(30):
-        await fleet.trouble("a", trouble=Trouble.FAILED)
+        await fleet.fault("a", fault=ReplicaFault.FAILED)
         await fleet.report("a", steps=2, finished=(1, 2))
         await fleet.pass_s(0.1)
     assert await fleet.quarantined() == ()
-    await fleet.trouble(*["a"] * 3, trouble=Trouble.FAILED)
+    await fleet.fault(*["a"] * 3, fault=ReplicaFault.FAILED)
     assert await fleet.quarantined() == ("a",)
 
 
 async def test_a_stream_that_hangs_at_an_engine_that_works_is_one_failure() -> None:
     fleet = await Fleet("a", "b").join()
     await fleet.report("a", steps=1)
-    await fleet.trouble("a")
+    await fleet.fault("a")
     assert await fleet.quarantined() == ()
     await fleet.pass_s(1.5)
-    await fleet.trouble("a")
+    await fleet.fault("a")
     assert await fleet.quarantined() == ("a",)
 
 
 async def test_one_request_at_a_time_tries_it_and_one_that_gets_work_done_brings_it_back() -> None:
     fleet = await Fleet("a", "b").join()
-    await fleet.trouble("a")
-    await fleet.pass_s(LEAST_OPEN_S)
+    await fleet.fault("a")
+    await fleet.pass_s(MIN_OPEN_S)
     assert (await fleet.told("a"))["quarantine"]["state"] == "half-open"
     probe = await fleet.place()
     key = fleet.keys
@@ -184,8 +184,8 @@ async def test_one_request_at_a_time_tries_it_and_one_that_gets_work_done_brings
 
 async def test_a_short_probe_shows_in_one_report_also_after_its_router_has_let_go() -> None:
     fleet = await Fleet("a", "b").join()
-    await fleet.trouble("a")
-    await fleet.pass_s(LEAST_OPEN_S)
+    await fleet.fault("a")
+    await fleet.pass_s(MIN_OPEN_S)
     await fleet.place()
     await fleet.controller.release([fleet.keys])
     await fleet.report("a", steps=1)
@@ -197,8 +197,8 @@ async def test_a_short_probe_shows_in_one_report_also_after_its_router_has_let_g
 @pytest.mark.parametrize("let_go", [True, False])
 async def test_a_probe_of_which_nothing_is_heard_makes_room_for_another(let_go: bool) -> None:
     fleet = await Fleet("a", "b").join()
-    await fleet.trouble("a")
-    await fleet.pass_s(LEAST_OPEN_S)
+    await fleet.fault("a")
+    await fleet.pass_s(MIN_OPEN_S)
     assert (await fleet.place()).replica_id == "a"
     if let_go:
         await fleet.controller.release([fleet.keys])
@@ -211,20 +211,20 @@ async def test_a_probe_of_which_nothing_is_heard_makes_room_for_another(let_go: 
 
 async def test_a_probe_that_fails_sends_it_back_for_longer() -> None:
     fleet = await Fleet("a", "b").join()
-    await fleet.trouble("a")
-    open_s = LEAST_OPEN_S
+    await fleet.fault("a")
+    open_s = MIN_OPEN_S
     for _ in range(8):
         await fleet.pass_s(open_s)
         assert (await fleet.place()).replica_id == "a"
         await fleet.controller.release([fleet.keys])
-        await fleet.trouble("a", trouble=Trouble.FAILED)
-        open_s = min(2 * open_s, MOST_OPEN_S)
+        await fleet.fault("a", fault=ReplicaFault.FAILED)
+        open_s = min(2 * open_s, MAX_OPEN_S)
         told = (await fleet.told("a"))["quarantine"]
         assert (told["reason"], told["retry_in_ms"]) == ("failed", 1000 * open_s)
         await fleet.pass_s(open_s - 0.01)
         assert await fleet.places(3) == {"b"}
         await fleet.pass_s(0.01)
-    assert open_s == MOST_OPEN_S
+    assert open_s == MAX_OPEN_S
 
 
 async def test_what_a_replica_says_of_itself_holds_and_survives_the_controller() -> None:
@@ -256,9 +256,9 @@ async def test_a_fleet_that_is_quarantined_whole_serves_and_promises_nothing() -
 
 async def test_a_drained_replica_is_not_tried_and_comes_back_as_what_it_was() -> None:
     fleet = await Fleet("a", "b").join()
-    await fleet.trouble("a")
+    await fleet.fault("a")
     await fleet.controller.drain("a", True)
-    await fleet.pass_s(2 * LEAST_OPEN_S)
+    await fleet.pass_s(2 * MIN_OPEN_S)
     assert await fleet.places(3) == {"b"}
     told = await fleet.told("a")
     assert (told["condition"], told["quarantine"]["reason"]) == ("draining", "hung")
@@ -270,13 +270,13 @@ async def test_a_drained_replica_is_not_tried_and_comes_back_as_what_it_was() ->
 
 async def test_a_replica_that_leaves_takes_its_quarantine_with_it() -> None:
     fleet = await Fleet("a", "b", "c").join()
-    await fleet.trouble("a")
+    await fleet.fault("a")
     await fleet.controller.goodbye("a")
     assert await fleet.quarantined() == ()
     fleet.names = ("b", "c")
-    await fleet.trouble("a")
+    await fleet.fault("a")
     assert await fleet.quarantined() == (), "nobody knows it"
-    await fleet.trouble("b")
+    await fleet.fault("b")
     fleet.clock.advance(ControllerConfig().forget_after_s)
     await fleet.controller.snapshot()
     await fleet.join()
@@ -289,46 +289,46 @@ async def test_a_replica_that_leaves_takes_its_quarantine_with_it() -> None:
 async def test_a_router_that_is_cut_off_takes_at_most_half_of_the_replicas() -> None:
     fleet = await Fleet("a", "b", "c", "d").join()
     for name in fleet.names:
-        await fleet.trouble(name)
+        await fleet.fault(name)
     assert await fleet.quarantined() == ("a", "b")
     assert 'sluice_failure_notices_total{outcome="ignored",reason="hung"} 2.0' in (
         await fleet.metrics()
     )
     # The others' requests bring these back, and as long as it goes on it is not believed.
-    await fleet.pass_s(LEAST_OPEN_S)
+    await fleet.pass_s(MIN_OPEN_S)
     for _ in ("a", "b"):
         tried = (await fleet.place()).replica_id
         assert tried in ("a", "b")
         await fleet.report(tried, steps=1, finished=(fleet.keys,))
     for _ in range(10):
-        await fleet.trouble(*fleet.names)
+        await fleet.fault(*fleet.names)
         assert await fleet.quarantined() == ()
         await fleet.pass_s(ACCUSED_S / 2)
     # Another one is believed meanwhile, and the first one again when it has stopped.
-    await fleet.trouble("c", source=OTHER)
+    await fleet.fault("c", source=OTHER)
     assert await fleet.quarantined() == ("c",)
     await fleet.pass_s(ACCUSED_S + 1)
-    await fleet.trouble("d")
+    await fleet.fault("d")
     assert await fleet.quarantined() == ("c", "d")
 
 
 async def test_a_router_alone_does_not_quarantine_the_only_replica_of_a_role() -> None:
     fleet = await Fleet("a").join()
-    await fleet.trouble(*["a"] * 9)
+    await fleet.fault(*["a"] * 9)
     assert await fleet.quarantined() == ()
     fleet.names += ("prefill",)
     await fleet.controller.hello(hello("prefill", now_s=fleet.clock(), role="prefill"))
-    await fleet.trouble("prefill", source=OTHER)
+    await fleet.fault("prefill", source=OTHER)
     assert await fleet.quarantined() == ()
 
 
 async def test_replicas_that_are_gone_or_closed_do_not_count_for_half() -> None:
     fleet = await Fleet("a", "b", "c").join()
-    await fleet.trouble("a")
+    await fleet.fault("a")
     await fleet.controller.replica_gone(["a"])
-    await fleet.trouble("b")
+    await fleet.fault("b")
     assert await fleet.quarantined() == ("a", "b"), "one of the two that are left"
-    await fleet.trouble("c")
+    await fleet.fault("c")
     assert await fleet.quarantined() == ("a", "b")
 
 
@@ -338,9 +338,9 @@ async def test_replicas_that_are_gone_or_closed_do_not_count_for_half() -> None:
         (ROUTER, "a"),
         (ROUTER, ["a"]),
         (ROUTER, [("a",)]),
-        (ROUTER, [TroubleNotice("", Trouble.HUNG)]),
-        (ROUTER, [TroubleNotice("a", "sulking")]),  # type: ignore[arg-type]
-        (ROUTER, [TroubleNotice(7, Trouble.HUNG)]),  # type: ignore[arg-type]
+        (ROUTER, [FaultNotice("", ReplicaFault.HUNG)]),
+        (ROUTER, [FaultNotice("a", "sulking")]),  # type: ignore[arg-type]
+        (ROUTER, [FaultNotice(7, ReplicaFault.HUNG)]),  # type: ignore[arg-type]
         (-1, []),
         ("router", []),
         (True, []),
@@ -349,15 +349,15 @@ async def test_replicas_that_are_gone_or_closed_do_not_count_for_half() -> None:
 async def test_what_is_no_notice_is_refused(source: Any, notices: Any) -> None:
     fleet = await Fleet("a", "b").join()
     with pytest.raises(ValueError, match=r"must be any of|: expected"):
-        await fleet.controller.troubled(source, notices)
+        await fleet.controller.faulted(source, notices)
     assert await fleet.quarantined() == ()
 
 
 async def test_routers_without_number_are_forgotten() -> None:
     fleet = await Fleet("a", "b", "c").join()
-    for source in range(MOST_ROUTERS + 50):
-        await fleet.trouble("a", trouble=Trouble.FAILED, source=source)
-    assert len(fleet.controller._quarantine._accused) == MOST_ROUTERS
+    for source in range(MAX_ROUTERS + 50):
+        await fleet.fault("a", fault=ReplicaFault.FAILED, source=source)
+    assert len(fleet.controller._quarantine._accused) == MAX_ROUTERS
 
 
 @pytest.mark.parametrize("avoid", [["a"] * (MAX_AVOIDED + 1), [""], [7], "a"])
@@ -369,7 +369,7 @@ async def test_a_malformed_list_to_avoid_is_refused(avoid: Any) -> None:
 
 NAMES = ("a", "b", "c", "d")
 EVENTS = st.one_of(
-    st.tuples(st.just("trouble"), st.sampled_from(NAMES), st.sampled_from(Trouble)),
+    st.tuples(st.just("fault"), st.sampled_from(NAMES), st.sampled_from(ReplicaFault)),
     st.tuples(st.just("hangs"), st.sampled_from(NAMES), st.booleans()),
     st.tuples(st.just("wait"), st.just(""), st.floats(0.01, 30.0)),
     st.tuples(st.just("place"), st.just(""), st.integers(1, 4)),
@@ -392,8 +392,8 @@ async def _live_through(events: list[tuple[str, str, Any]]) -> None:
     tried: dict[str, tuple[int, float]] = {}
     for what, name, how in events:
         match what:
-            case "trouble":
-                await fleet.trouble(name, trouble=how)
+            case "fault":
+                await fleet.fault(name, fault=how)
                 tried.pop(name, None)
             case "hangs":
                 (fleet.hung.add if how else fleet.hung.discard)(name)
@@ -428,7 +428,7 @@ async def _live_through(events: list[tuple[str, str, Any]]) -> None:
     fleet.hung.clear()
     await fleet.pass_s(0.1)
     for _ in range(3 * len(NAMES)):
-        await fleet.pass_s(MOST_OPEN_S)
+        await fleet.pass_s(MAX_OPEN_S)
         placed = (await fleet.place()).replica_id
         assert placed is not None
         await fleet.report(placed, steps=1, finished=(fleet.keys,))

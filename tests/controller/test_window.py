@@ -14,7 +14,7 @@ from sluice.controller.transport import channel
 from sluice.controller.transport.channel import TURN_S, ReportQueue, RouteServer, Window
 from sluice.protocol.connection import Frames
 from sluice.protocol.messages import Refused, Report, Routed, RouteReply, decode_answer
-from sluice.scheduling.placement.placer import MOST_TOGETHER
+from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import Tier
@@ -83,7 +83,7 @@ async def test_a_report_whose_sender_no_longer_waits_is_answered_so_and_a_closed
 
 
 async def test_the_bytes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MOST_BYTES", 10)
+    monkeypatch.setattr(channel, "MAX_BYTES", 10)
     taken = Taken()
     taken.add(1, 2, size=5)
     assert taken.numbers == []
@@ -159,10 +159,10 @@ async def test_messages_of_several_routers_are_one_call_and_each_gets_its_own_an
 async def test_a_full_window_does_not_wait_and_without_one_nothing_does() -> None:
     decided, clock, line = Decided(), Clock(), Line()
     waits = window(decided, clock)
-    for key in range(1, MOST_TOGETHER):
+    for key in range(1, MAX_TOGETHER):
         waits.ask(line, key, [query(key)], clock() + 1.0)
     assert not decided.calls
-    waits.ask(line, MOST_TOGETHER, [query(MOST_TOGETHER)], clock() + 1.0)
+    waits.ask(line, MAX_TOGETHER, [query(MAX_TOGETHER)], clock() + 1.0)
     assert len(decided.calls) == 1
     at_once = window(decided, clock, 0.0)
     at_once.ask(line, 99, [query(99)], clock() + 1.0)
@@ -213,7 +213,7 @@ async def test_routers_that_ask_over_real_connections_get_the_best_set() -> None
     # 8,000 tokens take most of the second, 4,000 a good third of it; the other requests state no
     # objective, and fill the window.
     long, short = RouteQuery(1, slo, 8_000), [RouteQuery(key, slo, 4_000) for key in (2, 3)]
-    others = [RouteQuery(key, SLO(), 10) for key in range(4, MOST_TOGETHER + 1)]
+    others = [RouteQuery(key, SLO(), 10) for key in range(4, MAX_TOGETHER + 1)]
     async with connected(server) as (first, _), connected(server) as (second, _):
         asked = asyncio.create_task(first.route([long], 60.0))
         while not server.window._waiting or not server.window._waiting[-1].queries:  # noqa: ASYNC110
@@ -223,7 +223,7 @@ async def test_routers_that_ask_over_real_connections_get_the_best_set() -> None
     assert alone.decisions[0].tier is Tier.BEST_EFFORT, "it came first"
     assert [made.tier for made in told.decisions[:2]] == [Tier.GUARANTEED] * 2
     assert len(told.decisions) == 2 + len(others)
-    assert (await controller.figures()).reservations == MOST_TOGETHER
+    assert (await controller.figures()).reservations == MAX_TOGETHER
 
 
 async def test_actor_calls_of_fresh_routers_get_the_best_set_too() -> None:

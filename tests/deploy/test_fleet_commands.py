@@ -22,14 +22,14 @@ from sluice.controller.config import ControllerConfig
 from sluice.deploy.cli import main
 from sluice.deploy.commands.options import Exit
 from sluice.deploy.ray_start import free_port
-from sluice.protocol.messages import RequestEnding, TroubleNotice
+from sluice.protocol.messages import FaultNotice, RequestEnding
 from sluice.router.admin.api import AdminService
 from sluice.router.api import make_api
 from sluice.router.config import AdminConfig, RouterConfig
 from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import (
@@ -180,8 +180,8 @@ def test_a_quarantined_replica_is_shown_with_its_reason_and_what_comes_next(
     def status_shows(words: str) -> None:
         wait_until(lambda: words in application.run("status").output, f"status says {words!r}")
 
-    notices = [TroubleNotice("busy", Trouble.HUNG)]
-    application.tell(application.controller.troubled(1, notices))
+    notices = [FaultNotice("busy", ReplicaFault.HUNG)]
+    application.tell(application.controller.faulted(1, notices))
     application.clock.advance(0.4)
     status_shows("busy of m is in quarantine: it hangs, for 0.4s; it is tried again in 0.6s")
     shown = application.run("top", "--once").output

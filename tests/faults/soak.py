@@ -35,7 +35,7 @@ SAMPLE_S: Final = 10.0
 WARM_UP_S: Final = 60.0
 """Growth counts from here on, seconds from the load's start; in a short run, from a fifth of it."""
 
-LEAST_S: Final = 300.0
+MIN_S: Final = 300.0
 """Minimum time to judge growth, seconds: before, caches fill and allocators settle."""
 
 JUDGED: Final = ("routers", "replicas", "controller", "Serve controller")
@@ -86,8 +86,8 @@ BURST_S: Final = 8.0
 LEAVING: Final = 0.05
 """Share of the streams whose client disconnects midway."""
 
-_MEAN_PROMPT, _MOST_PROMPT = 300, 1_500
-_MEAN_OUTPUT, _MOST_OUTPUT = 40, 160
+_MEAN_PROMPT, _MAX_PROMPT = 300, 1_500
+_MEAN_OUTPUT, _MAX_OUTPUT = 40, 160
 
 REPLICAS, ROUTERS = 3, 2
 
@@ -230,8 +230,8 @@ def make_load(seconds: float, rate: float, seed: int) -> Load:
     in_burst = times % BURST_EVERY_S >= BURST_EVERY_S - BURST_S
     times = times[in_burst | (chance.random(len(times)) < LOAD / BURST)]
     count = len(times)
-    prompts = np.clip(np.ceil(chance.exponential(_MEAN_PROMPT, size=count)), 1, _MOST_PROMPT)
-    outputs = np.clip(np.ceil(chance.exponential(_MEAN_OUTPUT, size=count)), 1, _MOST_OUTPUT)
+    prompts = np.clip(np.ceil(chance.exponential(_MEAN_PROMPT, size=count)), 1, _MAX_PROMPT)
+    outputs = np.clip(np.ceil(chance.exponential(_MEAN_OUTPUT, size=count)), 1, _MAX_OUTPUT)
     names = chance.choice(list(_SHARES), size=count, p=list(_SHARES.values()))
     objective_of = objectives(ALL_CLASSES)
     arrivals = tuple(
@@ -346,7 +346,7 @@ def growth(samples: Sequence[Sample]) -> list[Json]:
         first, last = (float(np.median(part)) for part in (values[:quarter], values[-quarter:]))
         grows = (
             kind in JUDGED
-            and hours[-1] - hours[0] >= LEAST_S / 3600
+            and hours[-1] - hours[0] >= MIN_S / 3600
             and last - first > max(ALLOWED_MIB, ALLOWED_SHARE * first)
             and slope > 2 * error
         )

@@ -19,9 +19,9 @@ from tests.faults.soak import (
     BURST_EVERY_S,
     BURST_S,
     KILL_ROUTER,
-    LEAST_S,
     LEAVING,
     LOAD,
+    MIN_S,
     Fault,
     Sample,
     counters_that_differ,
@@ -87,14 +87,12 @@ def test_silence_is_lost_whatever_was_killed_and_explicit_ends_never_are() -> No
 # What grows.
 
 
-def samples(
-    values: list[float], seconds: float = 2 * LEAST_S, kind: str = "routers"
-) -> list[Sample]:
+def samples(values: list[float], seconds: float = 2 * MIN_S, kind: str = "routers") -> list[Sample]:
     times = np.linspace(0.0, seconds, len(values))
     return [(float(at_s), {(kind, 12): value}) for at_s, value in zip(times, values, strict=True)]
 
 
-def grows(values: list[float], seconds: float = 2 * LEAST_S, kind: str = "routers") -> bool:
+def grows(values: list[float], seconds: float = 2 * MIN_S, kind: str = "routers") -> bool:
     (found,) = growth(samples(values, seconds, kind))
     return bool(found["grows"])
 
@@ -117,7 +115,7 @@ def test_a_leak_shows_and_a_steady_level_with_noise_does_not(
 def test_a_short_time_says_nothing_and_rays_own_growth_is_not_ours() -> None:
     rising = [100.0 + index for index in range(60)]
     assert grows(rising)
-    assert not grows(rising, LEAST_S - 1)
+    assert not grows(rising, MIN_S - 1)
     assert not grows(rising, kind="Ray")
     assert not grows(rising[::-1])
 

@@ -42,7 +42,7 @@ from sluice.router.request.prompt import PromptSize
 from sluice.router.request.session import LoopAge
 from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
@@ -368,7 +368,7 @@ class FarController:
         self.queries: list[RouteQuery] = []
         self.released: list[int] = []
         self.gone: list[str] = []
-        self.troubles: list[tuple[str, Trouble]] = []
+        self.troubles: list[tuple[str, ReplicaFault]] = []
         self.endings: list[RequestEnding] = []
         self.late_notices: list[LateNotice] = []
         self.silent = not decisions
@@ -386,8 +386,8 @@ class FarController:
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         self.gone.extend(replica_ids)
 
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        self.troubles.append((replica_id, trouble))
+    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
+        self.troubles.append((replica_id, fault))
 
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)

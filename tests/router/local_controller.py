@@ -10,7 +10,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.metrics import samples_of
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from tests.controller.fleet import ObservedController, newer_push
 
@@ -45,8 +45,8 @@ class LocalController:
     def replica_gone(self, replica_ids: Sequence[str]) -> None:
         raise AssertionError("no replica dies here")
 
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        raise AssertionError(f"no replica fails here: {replica_id} {trouble}")
+    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
+        raise AssertionError(f"no replica fails here: {replica_id} {fault}")
 
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)

@@ -25,7 +25,7 @@ from sluice.router.errors import Reason
 from sluice.router.picker.messages import CLASSES
 from sluice.router.picker.server import SERVICE, PickerServer
 from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from tests.lacking import lacking
 from tests.proxy_process import answering
 from tests.replica.waiting import until
@@ -39,7 +39,7 @@ PATIENT = ControllerConfig(stale_after_s=120)
 class Forgiving(LocalController):
     """Replicas may fail here."""
 
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
+    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
         return
 
 

@@ -13,7 +13,7 @@ from sluice.protocol.requests import EngineRequest, ResponseHead, request_key
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
-from sluice.scheduling.placement.migration import AT_ONCE, MOST_MOVES, REST_S
+from sluice.scheduling.placement.migration import AT_ONCE, MAX_MOVES, REST_S
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import (
     DIED,
@@ -204,7 +204,7 @@ async def test_many_leave_a_few_at_a_time_by_one_push() -> None:
 
 @virtual
 async def test_it_never_returns_to_a_replica_that_it_has_left_and_rests_in_between() -> None:
-    names = [f"r{number}" for number in range(MOST_MOVES + 2)]
+    names = [f"r{number}" for number in range(MAX_MOVES + 2)]
     engines = Engines(*names)
     side = FarSide(**{name: engines[name] for name in names})
     router = edge(side, *map(placed, names))
@@ -219,7 +219,7 @@ async def test_it_never_returns_to_a_replica_that_it_has_left_and_rests_in_betwe
         router.controller.leaving([name])
     await asyncio.sleep(1.0)
     left = [query.avoid for query in router.controller.queries]
-    assert left == [tuple(names[:number]) for number in (0, 0, 1, 2)][: MOST_MOVES + 1]
+    assert left == [tuple(names[:number]) for number in (0, 0, 1, 2)][: MAX_MOVES + 1]
     stream.cancel()
 
 

@@ -14,13 +14,13 @@ import uvicorn
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.ray_start import free_port
-from sluice.protocol.messages import RequestEnding, TroubleNotice
+from sluice.protocol.messages import FaultNotice, RequestEnding
 from sluice.router.admin.api import AdminService
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import Outcome, RequestFigures
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
-from sluice.scheduling.fleet.breaker import FAILURES, Trouble
+from sluice.scheduling.fleet.breaker import FAILURES, ReplicaFault
 from sluice.scheduling.request.job import RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
@@ -405,8 +405,8 @@ def test_a_replica_in_quarantine_says_why_and_what_comes_next(tab: Tab, site: Si
     card = "document.querySelector('[data-replica=k3x9a2bq]')"
     controller = site.local.controller
     # As often as opens a breaker also where the engine has just made a step.
-    notices = [TroubleNotice("k3x9a2bq", Trouble.HUNG)] * FAILURES
-    site.do(controller.troubled(1, notices))
+    notices = [FaultNotice("k3x9a2bq", ReplicaFault.HUNG)] * FAILURES
+    site.do(controller.faulted(1, notices))
     tab.until(f"{card}.innerText.includes('in quarantine, it hangs')")
     assert tab.eval(f"{card}.classList.contains('off')")
     assert "2 of 3" in tab.text("#tiles")

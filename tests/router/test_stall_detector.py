@@ -37,7 +37,7 @@ from sluice.router.dispatch.stall_detector import (
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
-from sluice.scheduling.fleet.breaker import Trouble
+from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.roles import Role
 from tests.examples import examples
@@ -112,7 +112,7 @@ async def test_a_client_sees_nothing_of_replicas_that_freeze(
     assert without_time_and_name(moved) == without_time_and_name(whole)
     names = [name for name, _ in router.side.calls]
     assert names == [*replicas, "last"]
-    assert set(router.controller.troubles) == {(name, Trouble.HUNG) for name in replicas}
+    assert set(router.controller.troubles) == {(name, ReplicaFault.HUNG) for name in replicas}
     assert router.side.cancelled == [
         request.request_id for name, request in router.side.calls if name != "last"
     ]
@@ -315,7 +315,7 @@ async def test_each_leg_of_a_pair_is_watched_over(frozen: str) -> None:
     router.side.roles = ("decode", "prefill")
     whole = await text(edge(r0=simulated()), CHAT)
     assert without_time_and_name(await text(router, CHAT)) == without_time_and_name(whole)
-    assert router.controller.troubles == [(frozen, Trouble.HUNG)]
+    assert router.controller.troubles == [(frozen, ReplicaFault.HUNG)]
     (left,) = (request for name, request in router.side.calls if name == frozen)
     assert request_key(left.request_id) in router.controller.released
 
@@ -335,7 +335,7 @@ async def test_a_stream_that_its_replica_has_lost_goes_on_elsewhere() -> None:
     router = edge(r0=loses, r1=simulated())
     whole = await text(edge(r0=simulated()), CHAT)
     assert without_time_and_name(await text(router, CHAT)) == without_time_and_name(whole)
-    assert router.controller.troubles == [("r0", Trouble.FAILED)]
+    assert router.controller.troubles == [("r0", ReplicaFault.FAILED)]
 
 
 @virtual
@@ -343,7 +343,7 @@ async def test_a_frozen_replica_is_left_that_nobody_but_serve_has_chosen() -> No
     router = edge(decisions=[None], r0=freezing(0), r1=simulated())
     whole = await text(edge(r0=simulated()), CHAT)
     assert without_time_and_name(await text(router, CHAT)) == without_time_and_name(whole)
-    assert router.controller.troubles == [("r0", Trouble.HUNG)]
+    assert router.controller.troubles == [("r0", ReplicaFault.HUNG)]
 
 
 @virtual
@@ -396,8 +396,8 @@ class Script:
         self.told.append(self.state())
         return Progress("a", self.state() == "hung")
 
-    def troubled(self, replica_id: str, trouble: Trouble) -> None:
-        assert (replica_id, trouble) == ("a", Trouble.HUNG)
+    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
+        assert (replica_id, fault) == ("a", ReplicaFault.HUNG)
         assert self.told[-1] == "hung" or self.told[-2:] == ["nothing", "nothing"]
 
 

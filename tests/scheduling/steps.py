@@ -11,7 +11,7 @@ from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from tests.scheduling.views import ROOMY, prefill
 
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 
 OVERLOAD = [
     (prefill(f"s{n}", 40, SLO(ttft_s=0.5), arrival_s=0.03 * max(0, n - 50)), 1) for n in range(700)
@@ -50,7 +50,7 @@ def run(
         free = budget.kv_blocks - sum(view.kv_blocks for view in live)
         plan = policy.plan(QueueView(live), now_s, latency, budget._replace(kv_blocks=free))
         assert plan.entries, "an idle engine with work"
-        assert len(result.batches) < MOST_STEPS, "it does not end"
+        assert len(result.batches) < MAX_STEPS, "it does not end"
         result.batches.append((now_s, plan.entries))
         now_s += plan.predicted_s
         live = [_after(view, plan, now_s) for view in _preempted(live, plan, free)]

@@ -67,9 +67,9 @@ def margin_s(
     own_s: float,
     tpot_s: float,
     headroom: float,
-    worthier_s: float = 0.0,
+    overtaking_s: float = 0.0,
 ) -> float:
-    """By how much the promises hold with a new one, where ``worthier_s`` more must fit; below 0:
+    """By how much the promises hold with a new one, where ``overtaking_s`` more must fit; below 0:
     one of them does not. Each sum is made anew."""
     usable = 1 - headroom
     usable_s = now_s + (new.due_s - now_s) * usable
@@ -78,8 +78,8 @@ def margin_s(
     margins = [(new.due_s - now_s) * usable - new.work_s - MODEL.a]
     if new.due_s < inf:
         margins += [
-            capacity(loads, begun_s, usable_s) - starts_s - new.work_s - worthier_s,
-            usable_s - max(now_s, step_ends_s) - MODEL.a - new.work_s - worthier_s,
+            capacity(loads, begun_s, usable_s) - starts_s - new.work_s - overtaking_s,
+            usable_s - max(now_s, step_ends_s) - MODEL.a - new.work_s - overtaking_s,
         ]
     after = list(loads)
     if tpot_s < inf:
@@ -102,7 +102,7 @@ def margin_s(
         later_s = later.due_s - headroom * max(0.0, later.due_s - now_s)
         more_s = capacity(loads, begun_s, later.due_s) - capacity(after, begun_s, later.due_s)
         left_s = capacity(loads, begun_s, later_s) - more_s - done_s
-        margins.append(left_s - new.work_s - worthier_s)
+        margins.append(left_s - new.work_s - overtaking_s)
     return min(margins)
 
 
@@ -120,7 +120,7 @@ tokens = st.integers(2, 4_000)
     prompt=tokens,
     gone_s=st.sampled_from([0.0, 0.01, 0.1]),
     headroom=st.sampled_from([0.0, 0.1]),
-    worthier_s=st.sampled_from([0.0, 0.1, 0.5]),
+    overtaking_s=st.sampled_from([0.0, 0.1, 0.5]),
 )
 def test_it_promises_what_the_definition_allows(
     waiting: list[tuple[SLO, int, int]],
@@ -129,7 +129,7 @@ def test_it_promises_what_the_definition_allows(
     prompt: int,
     gone_s: float,
     headroom: float,
-    worthier_s: float,
+    overtaking_s: float,
 ) -> None:
     rows, queue, loads = [], [], []
     for own, size, eighths in waiting:
@@ -157,11 +157,11 @@ def test_it_promises_what_the_definition_allows(
         MODEL.work_s(1, prompt),
         slo.columns[1],
         headroom,
-        worthier_s if rows else 0.0,
+        overtaking_s if rows else 0.0,
     )
     assume(abs(margin) > SLIP_S)
     promises = make_policy("moore_hodgson", {"headroom": headroom}).promises(
-        job(fleet, query, gone_s)._replace(worthier_s=worthier_s), fleet
+        job(fleet, query, gone_s)._replace(overtaking_s=overtaking_s), fleet
     )
     assert bool(promises.holds[0]) == (margin > 0)
     if not promises.holds[0]:

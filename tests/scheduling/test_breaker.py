@@ -9,18 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sluice.scheduling.fleet.breaker import (
     FAILURES,
     FAILURES_WITHIN_S,
-    LEAST_OPEN_S,
-    MOST_OPEN_S,
+    MAX_OPEN_S,
+    MIN_OPEN_S,
     PROBE_S,
     Breaker,
     BreakerState,
-    Trouble,
+    ReplicaFault,
 )
 
 
-def opened(trouble: Trouble = Trouble.HUNG, now_s: float = 0.0) -> Breaker:
+def opened(fault: ReplicaFault = ReplicaFault.HUNG, now_s: float = 0.0) -> Breaker:
     breaker = Breaker()
-    assert breaker.trouble(trouble, now_s, stepping=False) == (trouble is Trouble.HUNG)
+    assert breaker.fault(fault, now_s, stepping=False) == (fault is ReplicaFault.HUNG)
     return breaker
 
 
@@ -46,14 +46,14 @@ def fail(breaker: Breaker, *times_s: float, ended: int = 0) -> list[bool]:
     found = []
     for now_s in times_s:
         breaker.report(False, ended, now_s)
-        found.append(breaker.trouble(Trouble.FAILED, now_s, stepping=True))
+        found.append(breaker.fault(ReplicaFault.FAILED, now_s, stepping=True))
     return found
 
 
 def test_one_stream_that_hangs_opens_it_unless_the_engine_makes_steps() -> None:
-    assert opened(Trouble.HUNG).state is BreakerState.OPEN
+    assert opened(ReplicaFault.HUNG).state is BreakerState.OPEN
     breaker = Breaker()
-    assert not breaker.trouble(Trouble.HUNG, 0.0, stepping=True), "it counts as a failure"
+    assert not breaker.fault(ReplicaFault.HUNG, 0.0, stepping=True), "it counts as a failure"
     assert fail(breaker, 1.0, 2.0) == [False, True]
 
 
@@ -70,7 +70,11 @@ def test_what_a_replica_says_of_itself_holds_until_it_says_otherwise() -> None:
     assert breaker.report(True, 0, 0.0)
     assert not breaker.report(True, 0, 1.0)
     breaker.advance(1_000.0)
-    assert (breaker.state, breaker.cause, breaker.due_s) == (BreakerState.OPEN, Trouble.HUNG, inf)
+    assert (breaker.state, breaker.cause, breaker.due_s) == (
+        BreakerState.OPEN,
+        ReplicaFault.HUNG,
+        inf,
+    )
     assert not breaker.report(False, 0, 1_000.0)
     assert breaker.state is BreakerState.HALF_OPEN, "it is tried at once"
     # A router saw it first: then, too.
@@ -82,29 +86,29 @@ def test_what_a_replica_says_of_itself_holds_until_it_says_otherwise() -> None:
 
 def test_it_is_left_alone_for_longer_each_time_that_it_fails_again() -> None:
     breaker = opened()
-    expected_s, now_s = LEAST_OPEN_S, 0.0
+    expected_s, now_s = MIN_OPEN_S, 0.0
     for _ in range(12):
         assert breaker.due_s == now_s + expected_s
-        assert breaker.since_s == 0.0, "it has been in trouble since"
+        assert breaker.since_s == 0.0, "it has been in fault since"
         now_s = half_open(breaker)
-        assert breaker.trouble(Trouble.FAILED, now_s, stepping=True)
-        expected_s = min(2 * expected_s, MOST_OPEN_S)
-    assert expected_s == MOST_OPEN_S
+        assert breaker.fault(ReplicaFault.FAILED, now_s, stepping=True)
+        expected_s = min(2 * expected_s, MAX_OPEN_S)
+    assert expected_s == MAX_OPEN_S
 
 
 def test_a_closed_one_is_on_trial_until_requests_have_ended() -> None:
     breaker = opened()
     now_s = cured(breaker)
     assert fail(breaker, now_s + 5.0) == [True]
-    assert breaker.due_s == now_s + 5.0 + 2 * LEAST_OPEN_S
+    assert breaker.due_s == now_s + 5.0 + 2 * MIN_OPEN_S
     now_s = cured(breaker)
     breaker.report(False, FAILURES + 1, now_s)
     assert fail(breaker, now_s + 1.0) == [False], "it has served others meanwhile"
     assert not breaker.forgettable(now_s + 5.0)
     assert breaker.forgettable(now_s + 2.0 + FAILURES_WITHIN_S)
     # What was long ago counts no more.
-    assert breaker.trouble(Trouble.HUNG, now_s + 100.0, stepping=False)
-    assert breaker.due_s == now_s + 100.0 + LEAST_OPEN_S
+    assert breaker.fault(ReplicaFault.HUNG, now_s + 100.0, stepping=False)
+    assert breaker.due_s == now_s + 100.0 + MIN_OPEN_S
 
 
 def test_a_probe_is_sent_when_it_may_be() -> None:
@@ -138,16 +142,16 @@ class Conversations(RuleBasedStateMachine):
     def note(self, opened: bool) -> None:
         if opened:
             assert self.breaker.state is BreakerState.OPEN
-            self.open_until_s = self.now_s + LEAST_OPEN_S
+            self.open_until_s = self.now_s + MIN_OPEN_S
 
     @rule(seconds=TIMES_S)
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
         self.breaker.advance(self.now_s)
 
-    @rule(trouble=st.sampled_from(Trouble), stepping=st.booleans())
-    def trouble(self, trouble: Trouble, stepping: bool) -> None:
-        self.note(self.breaker.trouble(trouble, self.now_s, stepping))
+    @rule(fault=st.sampled_from(ReplicaFault), stepping=st.booleans())
+    def fault(self, fault: ReplicaFault, stepping: bool) -> None:
+        self.note(self.breaker.fault(fault, self.now_s, stepping))
 
     @rule(hangs=st.booleans(), ended=st.integers(0, 9))
     def report(self, hangs: bool, ended: int) -> None:
@@ -189,7 +193,7 @@ class Conversations(RuleBasedStateMachine):
         """Unless it says that it hangs: either a probe may go now, or that is not far."""
         breaker = self.breaker
         if breaker.state is BreakerState.OPEN and not self.hangs:
-            assert breaker.due_s <= self.now_s + MOST_OPEN_S
+            assert breaker.due_s <= self.now_s + MAX_OPEN_S
         if breaker.probe is not None:
             assert breaker.due_s <= self.now_s + PROBE_S
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.scheduling.placement.calibration import (
+    MAX_APART,
+    MAX_MARGIN,
     MEMORY,
     MEMORY_S,
-    MOST_APART,
-    MOST_MARGIN,
     PRIOR,
     Calibration,
 )
@@ -109,7 +109,7 @@ def test_how_late_a_promise_becomes_does_not_matter() -> None:
             calibration.promised(key, SLO(ttft_s=1.0), planned)
         for key in range(20):
             calibration.ended(key, 50.0, None, None, 0.0)
-    assert margins == pytest.approx([PRIOR, 0.08, 0.16, 0.32, MOST_MARGIN, MOST_MARGIN])
+    assert margins == pytest.approx([PRIOR, 0.08, 0.16, 0.32, MAX_MARGIN, MAX_MARGIN])
 
 
 def test_what_is_old_counts_no_more() -> None:
@@ -182,7 +182,7 @@ def test_margins_are_bounded_whatever_comes(ends: list[tuple[float, float, float
     calibration = Calibration(LEVEL)
     for number, (stated_s, margin, observed_s) in enumerate(ends):
         ttft_takes(calibration, stated_s, stated_s * (1 - margin), observed_s, float(number))
-        assert 0.0 <= calibration.margin("ttft", stated_s, 0.0) <= MOST_MARGIN
+        assert 0.0 <= calibration.margin("ttft", stated_s, 0.0) <= MAX_MARGIN
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, -1.0, float("nan")])
@@ -246,14 +246,14 @@ def test_where_all_are_slow_nobody_is_set_apart() -> None:
 
 
 def test_places_for_those_set_apart_are_bounded_and_come_free() -> None:
-    names = [f"r{number}" for number in range(MOST_APART + 2)]
+    names = [f"r{number}" for number in range(MAX_APART + 2)]
     fleet = Fleet(**dict.fromkeys(names, 1.0), z=1.0)
     for name in names:
         fleet.factors[name] = 1.5
         fleet.run(40)
-    assert set(fleet.calibration.apart) == set(names[:MOST_APART])
+    assert set(fleet.calibration.apart) == set(names[:MAX_APART])
     # Those that are heard of no more make place.
-    for name in names[:MOST_APART]:
+    for name in names[:MAX_APART]:
         del fleet.factors[name]
     fleet.factors[names[-2]] = fleet.factors[names[-1]] = 1.0
     fleet.run(round(MEMORY_S / 0.3))
@@ -273,9 +273,9 @@ def test_whatever_replicas_do_few_are_set_apart(ends: list[tuple[str, float, flo
     for replica_id, took_s, later_s in ends:
         now_s += later_s
         planned = calibration.plan(SLO(ttft_s=1.0), now_s, replica_id).ttft_s
-        assert planned is not None and 1.0 - MOST_MARGIN - 1e-9 <= planned <= 1.0
+        assert planned is not None and 1.0 - MAX_MARGIN - 1e-9 <= planned <= 1.0
         ttft_takes(calibration, 1.0, planned, took_s, now_s, replica_id)
-        assert len(list(calibration.apart)) <= MOST_APART
+        assert len(list(calibration.apart)) <= MAX_APART
 
 
 def test_each_anchor_of_tpot_has_a_margin_of_its_own() -> None:

@@ -11,8 +11,8 @@ from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.autoscaling.load import Load, sum_of
 from sluice.scheduling.placement.cells import (
     ANSWER_KEPT_S,
-    MOST_CELLS,
-    MOST_PREFIXES,
+    MAX_CELLS,
+    MAX_PREFIXES,
     SPREAD_S,
     CellChoice,
     cell_of,
@@ -47,7 +47,7 @@ queries = st.builds(
     moves_from=st.sampled_from(["", "replica-1"]),
 )
 answers = st.tuples(
-    st.integers(0, MOST_CELLS - 1),
+    st.integers(0, MAX_CELLS - 1),
     queries,
     st.sampled_from(
         [None, KEPT, LENT, *(RouteDecision(None, why) for why in (DECLINED, NO_REPLICA))]
@@ -69,10 +69,10 @@ def test_the_owner_of_a_replica_is_the_same_everywhere() -> None:
 
 
 @given(
-    cells=st.integers(2, MOST_CELLS),
+    cells=st.integers(2, MAX_CELLS),
     told=st.lists(answers, max_size=20),
     asked=queries,
-    down=st.sets(st.integers(0, MOST_CELLS - 1)),
+    down=st.sets(st.integers(0, MAX_CELLS - 1)),
 )
 def test_at_most_two_cells_are_asked_and_only_those_that_are_up(
     cells: int, told: list[tuple[int, RouteQuery, RouteDecision, float, float]],
@@ -215,12 +215,12 @@ def test_a_prompt_goes_where_its_prefix_is_while_there_is_slack() -> None:
     choice.heard(home, -0.1, 0.1)
     assert choice.asked(longer, 0.2, UP)[0] != home
     # What is remembered is bounded, the oldest goes.
-    for chunk in range(100, 100 + MOST_PREFIXES):
+    for chunk in range(100, 100 + MAX_PREFIXES):
         choice.answered(0, query(prefix=(chunk,)), KEPT, 0.2)
-    assert len(choice._prefixes) == MOST_PREFIXES and 12 not in choice._prefixes
+    assert len(choice._prefixes) == MAX_PREFIXES and 12 not in choice._prefixes
 
 
-@pytest.mark.parametrize("cells", [1, MOST_CELLS + 1])
+@pytest.mark.parametrize("cells", [1, MAX_CELLS + 1])
 def test_only_some_numbers_of_cells_are_possible(cells: int) -> None:
     with pytest.raises(ValueError, match="cells must be from 2 to 16"):
         CellChoice(cells)

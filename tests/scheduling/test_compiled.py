@@ -13,7 +13,7 @@ import pytest
 from tests.compiled_loops import run
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_ARGUMENTS = 8
+MAX_ARGUMENTS = 8
 
 
 def test_a_compiled_function_takes_few_arguments() -> None:
@@ -26,7 +26,7 @@ def test_a_compiled_function_takes_few_arguments() -> None:
         and any(ast.unparse(each) == "compiled" for each in node.decorator_list)
     }
     assert len(counts) > 100
-    assert [name for name, count in counts.items() if count > MOST_ARGUMENTS] == []
+    assert [name for name, count in counts.items() if count > MAX_ARGUMENTS] == []
 
 
 BASE = "WEIGHT = 3.0\n"

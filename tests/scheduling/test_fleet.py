@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sluice.scheduling.assumptions import UNKNOWN_OUTPUT_TOKENS
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
-from sluice.scheduling.fleet.report import _MOST_STALE, Ledger, Reservation
+from sluice.scheduling.fleet.report import _MAX_STALE, Ledger, Reservation
 from sluice.scheduling.fleet.transfer import FIXED_S, TOKEN_S, Transfers, TransferTime
 from sluice.scheduling.latency.model import LinearLatency, RooflineLatency
 from sluice.scheduling.request.deadline import paced
@@ -87,10 +87,10 @@ def test_what_nobody_could_confirm_is_postponed() -> None:
 
 def test_the_ends_of_ended_reservations_are_forgotten() -> None:
     ledger = Ledger(ttl_s=5)
-    for key in range(5 * _MOST_STALE):
+    for key in range(5 * _MAX_STALE):
         ledger.reserve(key, made("a", now_s=key / 1_000))
         ledger.release([key])
-        assert len(ledger._ends) <= _MOST_STALE + 2
+        assert len(ledger._ends) <= _MAX_STALE + 2
     assert ledger.expire(1_000) == set()
     assert ledger.expired == 0
 

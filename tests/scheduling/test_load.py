@@ -230,27 +230,27 @@ def chats(per_s: int = 40) -> RecentDemand:
 def test_what_is_expected_before_a_document_is_kept_for_chats() -> None:
     # In the second until 0.2 s before it is due come 40 chats of 10 ms. Its own 0.1 s of work are
     # worth a tenth of theirs, so nine tenths of the 0.4 s count, twice.
-    assert chats().worthier_s(1.0, np.array([0.1]), 1.2, 1.0) == pytest.approx(2 * 0.9 * 0.4)
+    assert chats().overtaking_s(1.0, np.array([0.1]), 1.2, 1.0) == pytest.approx(2 * 0.9 * 0.4)
     # One that is due half a second earlier sees half of them.
-    assert chats().worthier_s(1.0, np.array([0.1]), 0.7, 1.0) == pytest.approx(2 * 0.9 * 0.2)
+    assert chats().overtaking_s(1.0, np.array([0.1]), 0.7, 1.0) == pytest.approx(2 * 0.9 * 0.2)
 
 
 def test_nothing_is_kept_for_what_is_due_later_or_is_worth_no_more() -> None:
     recent = chats()
-    assert recent.worthier_s(1.0, np.array([0.1]), 0.2, 1.0) == 0
-    assert recent.worthier_s(1.0, np.array([0.1]), 1.2, 10.0) == 0
-    assert recent.worthier_s(1.0, np.array([0.01]), 1.2, 1.0) == 0
-    assert recent.worthier_s(1.0, np.array([0.1]), inf, 1.0) == 0
-    assert RecentDemand().worthier_s(1.0, np.array([0.1]), 1.2, 1.0) == 0
+    assert recent.overtaking_s(1.0, np.array([0.1]), 0.2, 1.0) == 0
+    assert recent.overtaking_s(1.0, np.array([0.1]), 1.2, 10.0) == 0
+    assert recent.overtaking_s(1.0, np.array([0.01]), 1.2, 1.0) == 0
+    assert recent.overtaking_s(1.0, np.array([0.1]), inf, 1.0) == 0
+    assert RecentDemand().overtaking_s(1.0, np.array([0.1]), 1.2, 1.0) == 0
 
 
 def test_only_the_latest_requests_count_and_they_fade_in_silence() -> None:
     recent = chats()
-    fresh = recent.worthier_s(1.0, np.array([0.1]), 1.2, 1.0)
-    assert recent.worthier_s(10.0, np.array([0.1]), 1.2, 1.0) == pytest.approx(fresh / 10)
+    fresh = recent.overtaking_s(1.0, np.array([0.1]), 1.2, 1.0)
+    assert recent.overtaking_s(10.0, np.array([0.1]), 1.2, 1.0) == pytest.approx(fresh / 10)
     for number in range(MEMORY):
         recent.add(1.0 + number / MEMORY, 0.5, 5.0, 1.0)
-    assert recent.worthier_s(2.0, np.array([0.1]), 1.2, 1.0) == 0
+    assert recent.overtaking_s(2.0, np.array([0.1]), 1.2, 1.0) == 0
 
 
 asks = st.tuples(
@@ -277,7 +277,9 @@ def test_it_is_the_sum_of_its_definition(
         if other > worth and max(0.0, due_s) < slack_s < inf:
             rate = (slack_s - max(0.0, due_s)) / span_s
             expected += EXCESS * rate * other_s * (1 - worth / other)
-    assert recent.worthier_s(20.0, np.array([work_s]), slack_s, priority) == pytest.approx(expected)
+    assert recent.overtaking_s(20.0, np.array([work_s]), slack_s, priority) == pytest.approx(
+        expected
+    )
 
 
 def promised(first: list[RouteQuery], then: list[RouteQuery]) -> list[bool]:
@@ -314,8 +316,8 @@ def test_an_idle_replica_keeps_nothing_and_the_constraint_has_a_name() -> None:
     query = RouteQuery(9, DOCUMENT, 2_000)
     idle, busy = fleet_of(report()), fleet_of(report(row(DOCUMENT, 2_000)))
     for fleet, holds in ((idle, True), (busy, False)):
-        asked = job(fleet, query)._replace(worthier_s=0.9)
+        asked = job(fleet, query)._replace(overtaking_s=0.9)
         made = make_admission("moore_hodgson").promises(asked, fleet)
         assert made.holds.tolist() == [holds]
-        assert made.binds.tolist() == [Constraint.NONE if holds else Constraint.WORTHIER]
+        assert made.binds.tolist() == [Constraint.NONE if holds else Constraint.OVERTAKING]
         assert make_admission("moore_hodgson").promises(job(fleet, query), fleet).holds.all()

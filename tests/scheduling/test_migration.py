@@ -14,8 +14,8 @@ from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.placement.migration import (
     AT_ONCE,
-    MOST_MOVES,
-    MOST_PAUSE_S,
+    MAX_MOVES,
+    MAX_PAUSE_S,
     REST_S,
     WORTH,
     MigrationPolicy,
@@ -38,7 +38,7 @@ STREAMS = st.builds(
     slack_s=st.floats(-10, 10),
     e2e_left_s=st.one_of(st.just(inf), st.floats(-10, 100)),
     recovers=st.booleans(),
-    moves=st.integers(0, MOST_MOVES + 1),
+    moves=st.integers(0, MAX_MOVES + 1),
     moved_s=st.one_of(st.just(-inf), st.floats(NOW_S - 2 * REST_S, NOW_S)),
 )
 
@@ -52,10 +52,10 @@ def test_a_bounded_number_moves_and_none_of_it_too_often(
     assert len(set(chosen)) == len(chosen) <= max(0, AT_ONCE - under_way)
     for place in chosen:
         stream = streams[place]
-        assert stream.moves < MOST_MOVES and NOW_S - stream.moved_s >= REST_S
+        assert stream.moves < MAX_MOVES and NOW_S - stream.moved_s >= REST_S
         assert leaves or stream.late
     if leaves and len(chosen) < AT_ONCE - under_way:
-        able = [s for s in streams if s.moves < MOST_MOVES and NOW_S - s.moved_s >= REST_S]
+        able = [s for s in streams if s.moves < MAX_MOVES and NOW_S - s.moved_s >= REST_S]
         assert len(chosen) == len(able), "a replica that leaves keeps none that may move"
 
 
@@ -78,12 +78,12 @@ def test_the_terms_of_a_move_keep_the_objective(stream: RunningStream) -> None:
     if terms is None:
         assert not stream.late
         return
-    assert 0.0 < terms.pause_s <= MOST_PAUSE_S and 0.0 <= terms.tpot_s <= stream.tpot_s
+    assert 0.0 < terms.pause_s <= MAX_PAUSE_S and 0.0 <= terms.tpot_s <= stream.tpot_s
     if stream.recovers and stream.left_tokens < inf:
         taken_s = terms.pause_s + stream.left_tokens * terms.tpot_s
         assert taken_s <= stream.granted_s + 1e-6
     if not stream.recovers:
-        assert terms == (min(stream.slack_s, MOST_PAUSE_S), stream.tpot_s), "no token comes late"
+        assert terms == (min(stream.slack_s, MAX_PAUSE_S), stream.tpot_s), "no token comes late"
     if stream.late and stream.left_tokens < inf:
         assert stream.left_s > stream.granted_s, "it misses where it is"
 

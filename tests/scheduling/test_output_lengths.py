@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.placement.output_lengths import (
     EVERY,
-    LEAST_ENDED,
     MAX_CLASSES,
     MAX_TASK_NAME,
     MAX_TASKS,
     MAX_TENANTS,
     MEMORY,
+    MIN_ENDED,
     UNKNOWN,
     UNSEEN,
     GaussianLength,
@@ -189,7 +189,7 @@ def test_a_class_has_the_lengths_that_it_had() -> None:
 def test_few_outputs_do_not_bound_the_next_one() -> None:
     one = expected(learned(10), "chat")
     assert one == (pytest.approx((256 + 10) / 2), UNSEEN * 256)
-    assert expected(learned(*[10] * LEAST_ENDED), "chat") == (pytest.approx(10), UNSEEN * 10)
+    assert expected(learned(*[10] * MIN_ENDED), "chat") == (pytest.approx(10), UNSEEN * 10)
     # So many that the 0.9 quantile is one of them.
     assert expected(learned(*range(1, 21), level=0.9), "chat").bound == 19
 
@@ -228,7 +228,7 @@ def test_it_follows_a_change() -> None:
 
 def test_a_tenant_is_told_from_its_class_when_enough_is_known_of_it() -> None:
     lengths = learned(*[20] * 200)
-    for number in range(LEAST_ENDED):
+    for number in range(MIN_ENDED):
         assert expected(lengths, "chat", 7).mean < 100, number
         assert expected(lengths, "chat", 7) == expected(lengths, "chat")
         lengths.observe("chat", 7, 500, ended=True)
@@ -248,7 +248,7 @@ def test_memory_is_bounded_and_the_latest_stay() -> None:
     for tenant in range(1, 3 * MAX_TENANTS):
         lengths.observe(f"class-{tenant % (2 * MAX_CLASSES)}", tenant, 10, ended=True)
     assert len(lengths) == MAX_CLASSES + MAX_TENANTS
-    for _ in range(LEAST_ENDED):
+    for _ in range(MIN_ENDED):
         lengths.observe("chat", 5, 10, ended=True)
     assert expected(lengths, "chat", 5) == (pytest.approx(10), 20)
     for name, tokens in (("", 10), ("x" * 300, 10), ("empty", 0)):

@@ -77,7 +77,7 @@ def test_the_prefill_budget_names_itself() -> None:
     free_blocks=st.sampled_from([0, 100, 10_000]),
     places=st.sampled_from([0, 2, 256]),
     reserve=st.sampled_from([0.0, 500.0]),
-    worthier_s=st.sampled_from([0.0, 0.2, 5.0]),
+    overtaking_s=st.sampled_from([0.0, 0.2, 5.0]),
 )
 def test_a_constraint_is_named_where_nothing_is_promised_and_nowhere_else(
     policy: str,
@@ -88,7 +88,7 @@ def test_a_constraint_is_named_where_nothing_is_promised_and_nowhere_else(
     free_blocks: int,
     places: int,
     reserve: float,
-    worthier_s: float,
+    overtaking_s: float,
 ) -> None:
     rows = [
         row(SLO(1.0, 0.1), size, key=key + 1, emitted=decodes, first_token_s=0.0)
@@ -96,7 +96,7 @@ def test_a_constraint_is_named_where_nothing_is_promised_and_nowhere_else(
     ]
     fleet = fleet_of(report(*rows, free_blocks=free_blocks, places=places), report())
     query = RouteQuery(99, SLO(ttft_s, tpot_s), prompt)
-    asked = job(fleet, query)._replace(reserve_tokens=reserve, worthier_s=worthier_s)
+    asked = job(fleet, query)._replace(reserve_tokens=reserve, overtaking_s=overtaking_s)
     made = make_policy(policy).promises(asked, fleet)
     assert np.array_equal(made.binds == Constraint.NONE, made.holds)
 

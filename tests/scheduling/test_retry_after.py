@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from sluice.scheduling import batching, routing
 from sluice.scheduling.admission import make_policy as make_admission
-from sluice.scheduling.admission.room import LEAST_WAIT_S
+from sluice.scheduling.admission.room import MIN_WAIT_S
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.placement.retry_after import (
     GRACE_S,
     HORIZON_S,
-    LEAST_FACTOR,
     LEVEL,
-    MOST_FACTOR,
-    MOST_PLACES,
-    MOST_TENANTS,
+    MAX_FACTOR,
+    MAX_PLACES,
+    MAX_TENANTS,
+    MIN_FACTOR,
     Line,
     RetryAfter,
 )
@@ -102,10 +102,10 @@ def test_a_burst_that_never_comes_again_is_soon_forgotten() -> None:
 
 def test_whom_nobody_can_remember_is_told_a_moment_and_those_before_teach_all_the_same() -> None:
     line, now_s = busy_line(), 100.0
-    for number in range(4 * MOST_PLACES):
-        now_s += 0.5 / MOST_PLACES
+    for number in range(4 * MAX_PLACES):
+        now_s += 0.5 / MAX_PLACES
         line.refused(number, 500.0, 1_000.0, 0.1, now_s)
-    assert len(line.places) == MOST_PLACES
+    assert len(line.places) == MAX_PLACES
     assert line.showing < 0.5
 
 
@@ -130,18 +130,18 @@ def test_tenants_have_lines_of_their_own() -> None:
 
 def test_nothing_grows_without_bound() -> None:
     line = busy_line()
-    for number in range(MOST_PLACES + 10):
+    for number in range(MAX_PLACES + 10):
         assert line.refused(number, 1.0, 1_000.0, 1.0, 100.0)[0] <= HORIZON_S
-    assert len(line.places) == MOST_PLACES
+    assert len(line.places) == MAX_PLACES
     returns = RetryAfter()
-    for tenant in range(MOST_TENANTS + 10):
+    for tenant in range(MAX_TENANTS + 10):
         returns.refused(query(tenant=tenant), 1.0, 1.0, 0.0)
     assert returns.kept_tokens(query("b", tenant=0), 0.0) == 0.0
-    assert returns.kept_tokens(query("b", tenant=MOST_TENANTS + 9), 0.0) > 0.0
+    assert returns.kept_tokens(query("b", tenant=MAX_TENANTS + 9), 0.0) > 0.0
 
 
 events = st.lists(
-    st.tuples(st.floats(0.0, 30.0), st.integers(0, 8), st.booleans(), st.floats(LEAST_WAIT_S, 1e4)),
+    st.tuples(st.floats(0.0, 30.0), st.integers(0, 8), st.booleans(), st.floats(MIN_WAIT_S, 1e4)),
     max_size=60,
 )
 
@@ -158,8 +158,8 @@ def test_what_is_told_is_within_bounds_whatever_comes(
             line.promised(name, 150.0, now_s)
         else:
             told_s, _ = line.refused(name, 100.0, 150.0, wait_s, now_s)
-            assert LEAST_WAIT_S / 2 < told_s <= HORIZON_S + 1e-6
-        assert LEAST_FACTOR <= line.factor <= MOST_FACTOR
+            assert MIN_WAIT_S / 2 < told_s <= HORIZON_S + 1e-6
+        assert MIN_FACTOR <= line.factor <= MAX_FACTOR
         assert 0.0 <= line.showing <= 1.0
         assert len(line.places) <= 9
 

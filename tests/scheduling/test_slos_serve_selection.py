@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.scheduling.admission.slos_serve.selection import (
     HORIZON_S,
-    MOST_NEW,
+    MAX_NEW,
     PlanDemand,
     Supply,
     admissible,
@@ -243,7 +243,7 @@ def test_what_is_admitted_fits_the_memory_to_the_block() -> None:
 
 
 def test_many_are_decided_in_groups_of_which_the_first_are_promised_to_the_next() -> None:
-    count = 3 * MOST_NEW
+    count = 3 * MAX_NEW
     new = demand(*[(1.0, 0.07, inf, 0)] * count, blocks=1)
     assert admissible(new, NOBODY, supply()).nonzero()[0].tolist() == list(range(14))
     assert admissible(new, NOBODY, supply(blocks=12)).sum() == 12

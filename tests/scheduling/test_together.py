@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sluice.scheduling.admission import make_policy as make_admission
 from sluice.scheduling.admission.slos_serve.policy import SLOsServeAdmission
 from sluice.scheduling.fleet.fleet import Fleet
-from sluice.scheduling.placement.placer import MOST_TOGETHER, Placer, Turn
+from sluice.scheduling.placement.placer import MAX_TOGETHER, Placer, Planned
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
@@ -76,7 +76,7 @@ def test_where_all_can_be_guaranteed_the_order_and_the_places_are_those_of_one_b
     queries = burst(500, 100, 900, 200)
     fleet = fleet_of(report(), report())
     decides = placer(fleet)
-    assert decides.order(queries, 0.0) == [Turn(index) for index in range(4)]
+    assert decides.order(queries, 0.0) == [Planned(index) for index in range(4)]
     assert not len(fleet.ledger)
     one_by_one = placer(fleet_of(report(), report()))
     expected = [one_by_one.place(query, 0.0) for query in queries]
@@ -154,7 +154,7 @@ def test_a_plan_takes_no_turn() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.lists(st.lists(present, max_size=4), min_size=2, max_size=3),
-    queries=st.lists(asked, min_size=2, max_size=MOST_TOGETHER),
+    queries=st.lists(asked, min_size=2, max_size=MAX_TOGETHER),
     routing=st.sampled_from(["least_tokens", "most_gain", "slos_serve", "round_robin"]),
 )
 def test_on_several_replicas_the_set_is_worth_at_least_as_much_as_one_by_one(

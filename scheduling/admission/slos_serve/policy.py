@@ -16,7 +16,7 @@ from pydantic import Field
 
 from sluice.scheduling.admission.base import AdmissionPolicy, Constraint, Promises
 from sluice.scheduling.admission.room import (
-    LEAST_WAIT_S,
+    MIN_WAIT_S,
     alone_constraint,
     alone_step_s,
     claims_wait_s,
@@ -29,7 +29,7 @@ from sluice.scheduling.admission.room import (
 from sluice.scheduling.admission.slos_serve.dynamic_program import SLIP_S
 from sluice.scheduling.admission.slos_serve.selection import (
     HORIZON_S,
-    LEAST_STEP_S,
+    MIN_STEP_S,
     PlanDemand,
     Supply,
     admissible,
@@ -272,7 +272,7 @@ def promises(
         if not holds[place]:
             if late_s == inf:
                 late_s = pace_wait_s(of, decodes, step_s, tpot_s, output_tokens, headroom)
-            wait_s[place] = max(LEAST_WAIT_S, late_s, room_s)
+            wait_s[place] = max(MIN_WAIT_S, late_s, room_s)
             # Of several constraints, the one with the longest wait binds.
             binds[place] = room_constraint(of) if room_s > late_s else late_binds
             fresh_s = due_s - now_s + waited_s
@@ -289,7 +289,7 @@ def promises(
 def rate_of(fixed_s: float, pace_s: float, share: float) -> float:
     """Seconds of prefill per second beside decodes that take ``share`` of it, in batches of
     ``pace_s``: ``PB*`` in its fluid limit."""
-    return 1.0 - fixed_s / max(pace_s, LEAST_STEP_S) - share
+    return 1.0 - fixed_s / max(pace_s, MIN_STEP_S) - share
 
 
 @compiled
@@ -363,7 +363,7 @@ def spent_on(
     seconds, the share of all decodes, and the time of a batch."""
     usable, every_window = shares
     fixed_s = figures[FIXED_S] / usable
-    pace_s = max(LEAST_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
+    pace_s = max(MIN_STEP_S, min(figures[DECODE_PACE_S], longest_s / usable))
     share = figures[DECODE_SHARES]
     if every_window:
         share = decode_share(figures, prefills, loads, 0, pace_s, True)
@@ -415,7 +415,7 @@ def late_by(
     # From here on, ``alone`` excludes the new request's decode; ``own`` is that decode's share.
     alone, alone_pace_s, own = share, pace_s, 0.0
     if tpot_s < inf:
-        tpot_s = max(tpot_s, LEAST_STEP_S)
+        tpot_s = max(tpot_s, MIN_STEP_S)
         if tpot_s < pace_s:
             pace_s = tpot_s
             if every_window:

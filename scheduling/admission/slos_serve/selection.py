@@ -30,18 +30,18 @@ from sluice.scheduling.admission.slos_serve.dynamic_program import CLASS, EVENT,
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Anchor
 
-MOST_NEW = 10
+MAX_NEW = 10
 """Maximum number of new requests decided together, the paper's "zero to ten": more are decided in
 groups of this size, in the order given. It bounds the states to ``2**10``."""
 
-MOST_TIERS = 12
+MAX_TIERS = 12
 """Maximum number of TPOT tiers. With more distinct TPOTs, a TPOT counts as the next shorter
 tier."""
 
 HORIZON_S = 3_600.0
 """Deadlines farther away than this, seconds, count as this far."""
 
-LEAST_STEP_S = 1e-6
+MIN_STEP_S = 1e-6
 """Steps and TPOT objectives shorter than this, seconds, count as this long: by some models, a step
 takes no time."""
 
@@ -100,8 +100,8 @@ def admissible(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray
     classes of a group; for a single new request 2, a feasibility test."""
     count = len(new.due_s)
     admitted = np.zeros(count, dtype=np.bool_)
-    for start in range(0, count, MOST_NEW):
-        rows = np.arange(start, min(start + MOST_NEW, count))
+    for start in range(0, count, MAX_NEW):
+        rows = np.arange(start, min(start + MAX_NEW, count))
         if supply.places <= 0:
             break
         group = new.of(rows)
@@ -118,11 +118,11 @@ def admissible(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray
 
 
 def _weigh(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray[np.bool_]:
-    """The same for at most :data:`MOST_NEW`."""
+    """The same for at most :data:`MAX_NEW`."""
     ready = promised.prefill_s <= 0
     pending, decodes = promised.of(~ready), promised.of(ready)
     events = pending.beside(new)
-    decode_pace_s, pace_s = (np.maximum(each.tpot_s, LEAST_STEP_S) for each in (decodes, events))
+    decode_pace_s, pace_s = (np.maximum(each.tpot_s, MIN_STEP_S) for each in (decodes, events))
     tiers = _tiers(np.concatenate((decode_pace_s, pace_s)))
     decode_tier, tier = _tier_of(tiers, decode_pace_s), _tier_of(tiers, pace_s)
     pieces = np.empty(len(supply.fixed_s), PIECE)
@@ -150,7 +150,7 @@ def _weigh(new: PlanDemand, promised: PlanDemand, supply: Supply) -> NDArray[np.
     table["need_s"], table["kind"], table["tier"] = events.prefill_s, kind, tier
     # On equal deadlines, guaranteed requests come first: they do not depend on the new ones.
     order = np.lexsort((kind >= 0, table["due_s"]))
-    step_s = np.minimum(np.append(tiers, inf), max(LEAST_STEP_S, supply.longest_s))
+    step_s = np.minimum(np.append(tiers, inf), max(MIN_STEP_S, supply.longest_s))
     taken = solve(
         table[order],
         np.ascontiguousarray(events.decode_s[order]),
@@ -171,8 +171,8 @@ def _tiers(tpot_s: Floats) -> Floats:
     """The distinct TPOT tiers, ascending."""
     tiers: Floats = np.unique(tpot_s)
     tiers = tiers[tiers < inf]
-    if len(tiers) > MOST_TIERS:
-        tiers = tiers[np.linspace(0, len(tiers) - 1, MOST_TIERS).astype(np.int64)]
+    if len(tiers) > MAX_TIERS:
+        tiers = tiers[np.linspace(0, len(tiers) - 1, MAX_TIERS).astype(np.int64)]
     return tiers
 
 

@@ -73,17 +73,17 @@ LAYERS, HIDDEN = 8, 512
 LONG, SHORT = 2048, 64
 """Tokens of the two prompts."""
 
-_MOST_LIVE = 4096
+_MAX_LIVE = 4096
 _OVERHEAD_TOKENS = 512
 _DECODED = 32
 _ALONE = 5
-_LEAST_PAIRS = 6
+_MIN_PAIRS = 6
 """With fewer pairs, no interval of their median has 95 % confidence."""
 
 
 @click.command(context_settings={"show_default": True})
 @number_option("--repeats", default=10, least=1, most=1000)
-@number_option("--pairs", default=40, least=_LEAST_PAIRS, most=10_000)
+@number_option("--pairs", default=40, least=_MIN_PAIRS, most=10_000)
 @as_json
 def main(repeats: int, pairs: int, as_json: bool) -> None:
     """Measure how long a short request waits for a long prefill, by where that can be preempted.
@@ -142,7 +142,7 @@ class PreemptiveEngine(OneEngine):
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         needed = {name.replace("-", "_"): it for name, it in preemption_arguments(1).items()}
         path = directory / "state"
-        self.table = StateTable.create(_MOST_LIVE, path)
+        self.table = StateTable.create(_MAX_LIVE, path)
         settings = SchedulerSettings(state_table=path, policy="s_edf", preemption=BOUNDS)
         self._start(
             model,
