@@ -33,15 +33,26 @@ from sluice.deploy.tables import (
 )
 
 
+class _Decision(BaseModel):
+    p99: float | None
+
+
 class _Up(BaseModel):
     up: Literal[True]
     policy: str
     admission: str
-    decision_ms: dict[str, float | None]
+    decision_ms: _Decision
 
 
 class _Down(BaseModel):
     up: Literal[False]
+
+
+class _Quarantine(BaseModel):
+    reason: str
+    state: str
+    since_ms: float
+    retry_in_ms: float | None
 
 
 class _Row(BaseModel):
@@ -49,7 +60,7 @@ class _Row(BaseModel):
     model: str
     condition: str
     drain: str | None
-    quarantine: dict[str, Any] | None
+    quarantine: _Quarantine | None
     report_age_ms: float
     waiting: int
     running: int
@@ -62,14 +73,25 @@ class _Row(BaseModel):
     preemptions: int
 
 
+class _Ttft(BaseModel):
+    p50: float | None
+    p95: float | None
+
+
+class _Admission(BaseModel):
+    guaranteed: float
+    best_effort: float
+    refused: float
+
+
 class _Class(BaseModel):
     name: str = Field(alias="class")
     model: str
     requests: float
     attainment: float | None
     tdg: float | None
-    ttft_ms: dict[str, float | None]
-    admission: dict[str, float]
+    ttft_ms: _Ttft
+    admission: _Admission
 
 
 class _Fleet(BaseModel):
