@@ -218,8 +218,8 @@ def start_ray_for(
 def start_application(
     config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
 ) -> None:
-    """Serve ``config`` on the Ray of this process; return once it answers. Raises as
-    :func:`running`."""
+    """Serve ``config`` on the Ray of this process; return once it answers. Raises StartError,
+    StoppedError."""
     _check_gpus(config)
     faults = ThreadPoolExecutor(1, "ask-vllm").submit(engine_faults, config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

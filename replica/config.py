@@ -226,7 +226,7 @@ class EngineConfig(BaseModel):
         description="CPU time limit of each phase of a grammar check, seconds. A separate process "
         "first parses, compiles and follows for some hundred tokens each new grammar, schema, "
         "pattern or choice list of structured output; it is refused if one of these three phases "
-        "exceeds the limit. That process takes about 0.5 GiB. 0: no check; a costly grammar stalls "
+        "exceeds the limit. That process takes about 0.2 GiB. 0: no check; a costly grammar stalls "
         "the engine until the engine stops its request.",
     )
     pin_cpu: bool = Field(
