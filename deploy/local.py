@@ -369,7 +369,8 @@ def _wait_ready(
     last_line = ""
     dead, dead_s = None, 0.0
     while True:
-        if faults is not None and faults.done() and (found := faults.result()):
+        asked = faults is None or faults.done()
+        if faults is not None and asked and (found := faults.result()):
             raise StartError("\n".join(found))
         if faults is not None and dead is None and (dead := _dead_actor()) is not None:
             dead_s = time.monotonic()
@@ -380,7 +381,7 @@ def _wait_ready(
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartError(_failure(application))
             _check_configured(application)
-            if application.status == "RUNNING" and _answers(config):
+            if application.status == "RUNNING" and asked and _answers(config):
                 return
             line = _progress(application)
             now = time.monotonic()

@@ -221,6 +221,21 @@ def test_a_start_ends_at_a_signal(tmp_path: Path, moment: str, number: signal.Si
 
 @pytest.mark.release
 @pytest.mark.vllm
+def test_nothing_is_ready_before_vllm_has_been_asked(tmp_path: Path) -> None:
+    """No replica, which would say the same, starts at first."""
+    config = tmp_path / "sluice.yaml"
+    config.write_text(
+        "engine: {vllm_args: {max-model-leng: 512}}\n"
+        "replica: {autoscaling: {min_replicas: 0, max_replicas: 1}}\n"
+    )
+    with start(tmp_path, "--config", str(config)) as it:
+        assert it.process.wait(timeout=300) == Exit.FAILED
+        assert "max-model-leng is no option" in it.err
+        assert "Ctrl-C stops" not in it.err
+
+
+@pytest.mark.release
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("part", "number"),
     [
