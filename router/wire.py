@@ -135,6 +135,10 @@ STREAM_HEADER: Final = "x-sluice-stream"
 FETCHES: Final = "fetches"
 """ASGI state name, set by the endpoint picker: its Envoy can fetch a stream."""
 
+FORWARD: Final = "forward"
+"""ASGI state name: writes a part of a streamed body at once, and returns whether the client keeps
+up. Without it, and after it has returned false, the ASGI server's ``send`` waits for the client."""
+
 STOP_MESSAGE: Final = "sluice.stop"
 """Type of the ASGI message by which a router that stops ends the answers that still run."""
 

@@ -7,7 +7,7 @@ import re
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from sluice.protocol.requests import (
     EngineRequest,
     ResponseChunk,
     ResponseHead,
+    ResponseItem,
     ResponseSent,
     ResponseTail,
     ResponseTaken,
@@ -149,7 +150,8 @@ class Attempt:
 
     ``decision``: it promises only while the chosen replica serves. ``key``: of the reservation at
     the controller. ``tail``: set once the response has ended by itself. ``prefill``: the finished
-    attempt at a separate prefill replica. ``last_item_s``: at first the time of its making."""
+    attempt at a separate prefill replica. ``last_item_s``: at first the time of its making.
+    ``forward``: sends a piece that arrives while a read waits; false: the next one is read."""
 
     def __init__(
         self,
@@ -171,6 +173,7 @@ class Attempt:
         self.head = _NO_HEAD
         self.tail: ResponseTail | None = None
         self.prefill: Attempt | None = None
+        self.forward: Callable[[Piece], bool] | None = None
         self.opened = False
         self.closed = False
         self.responded = False
@@ -232,6 +235,8 @@ class Attempt:
             task = self._waiter = asyncio.current_task()
             assert task is not None
             cancelling = task.cancelling()
+            if self.forward is not None:
+                self.stream.forward = self._forward
             try:
                 items = await anext(self._items)
             except StopAsyncIteration:
@@ -245,52 +250,61 @@ class Attempt:
                 raise self._abandoned from None
             finally:
                 self._waiter = None
-            self.last_item_s, self.responded = self._clock(), True
+            if (piece := self._joined(items)) is not None:
+                return piece
+        return None
 
-            # Join its chunks.
-            data, tokens, reasoned = [], self._pending_tokens, self._pending_reasoned
-            sent: tuple[tuple[int, float], ...] = ()
-            offsets_s = self._pending_offsets_s
-            for item in items:
-                if isinstance(item, ResponseChunk) and self._has_head:
-                    own = item.data, item.tokens, item.reasoned
-                    # A response that is not a stream (a refusal, say) is forwarded unchanged.
-                    if self._transcript is not None and self.head.media_type == EVENT_STREAM:
-                        own = self._transcript.take(item)
-                    data.append(own[0])
-                    if own[2]:
-                        reasoned = tokens + own[2]
-                    tokens += own[1]
-                    if item.offset_s and own[1]:
-                        offsets_s.append((own[1], item.offset_s))
-                elif isinstance(item, ResponseTaken):
-                    self.place = item.replica_id
-                elif isinstance(item, ResponseHead):
-                    self.head, self._has_head = item, True
-                    self.place = item.replica_id or self.place
-                elif not self._has_head:
-                    raise ReplicaFailedError(
-                        Reason.INTERNAL, "A replica's response had no head.", retry=False
-                    )
-                elif isinstance(item, ResponseTail):
-                    self.tail = item
-                elif isinstance(item, ResponseSent):
-                    times_s = [self.made_s + offset_s for offset_s in item.offsets_s]
-                    if item.reasoned:
-                        reasoned = sum(count for count, _ in sent) + item.reasoned
-                    sent += tuple(zip(item.tokens, times_s, strict=True))
+    def _forward(self, items: Sequence[ResponseItem]) -> bool:
+        piece = self._joined(items)
+        return piece is None or (self.forward is not None and self.forward(piece))
 
-            made: tuple[tuple[int, float], ...] = ()
-            if offsets_s:
-                self._reached_s = min(self._reached_s, self.last_item_s - offsets_s[-1][1])
-                made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
-            joined = b"".join(data)
-            self._pending_tokens = 0 if joined else tokens
-            self._pending_reasoned = 0 if joined or sent else reasoned
-            if joined:
-                self._pending_offsets_s = []
-            if joined or sent:
-                return Piece(joined, tokens, sent, reasoned, made)
+    def _joined(self, items: Sequence[ResponseItem]) -> Piece | None:
+        """What has arrived as one piece; ``None``: there is nothing to send yet. Raises
+        ReplicaFailedError."""
+        self.last_item_s, self.responded = self._clock(), True
+        data, tokens, reasoned = [], self._pending_tokens, self._pending_reasoned
+        sent: tuple[tuple[int, float], ...] = ()
+        offsets_s = self._pending_offsets_s
+        for item in items:
+            if isinstance(item, ResponseChunk) and self._has_head:
+                own = item.data, item.tokens, item.reasoned
+                # A response that is not a stream (a refusal, say) is forwarded unchanged.
+                if self._transcript is not None and self.head.media_type == EVENT_STREAM:
+                    own = self._transcript.take(item)
+                data.append(own[0])
+                if own[2]:
+                    reasoned = tokens + own[2]
+                tokens += own[1]
+                if item.offset_s and own[1]:
+                    offsets_s.append((own[1], item.offset_s))
+            elif isinstance(item, ResponseTaken):
+                self.place = item.replica_id
+            elif isinstance(item, ResponseHead):
+                self.head, self._has_head = item, True
+                self.place = item.replica_id or self.place
+            elif not self._has_head:
+                raise ReplicaFailedError(
+                    Reason.INTERNAL, "A replica's response had no head.", retry=False
+                )
+            elif isinstance(item, ResponseTail):
+                self.tail = item
+            elif isinstance(item, ResponseSent):
+                times_s = [self.made_s + offset_s for offset_s in item.offsets_s]
+                if item.reasoned:
+                    reasoned = sum(count for count, _ in sent) + item.reasoned
+                sent += tuple(zip(item.tokens, times_s, strict=True))
+
+        made: tuple[tuple[int, float], ...] = ()
+        if offsets_s:
+            self._reached_s = min(self._reached_s, self.last_item_s - offsets_s[-1][1])
+            made = tuple([(count, self._reached_s + offset_s) for count, offset_s in offsets_s])
+        joined = b"".join(data)
+        self._pending_tokens = 0 if joined else tokens
+        self._pending_reasoned = 0 if joined or sent else reasoned
+        if joined:
+            self._pending_offsets_s = []
+        if joined or sent:
+            return Piece(joined, tokens, sent, reasoned, made)
         return None
 
     def end_span(self, error: str | None = None) -> None:

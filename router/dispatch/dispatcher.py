@@ -156,12 +156,16 @@ class Dispatcher:
             self._metrics.admission.admissions(call.slo.service_class, answer.tier).inc()
         return answer
 
-    async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
-        """The pieces in order, resumed where the answer breaks off. Raises ReplicaFailedError: no
-        replica can resume it. Raises OSError: the client no longer reads the stream."""
+    async def pieces(
+        self, answer: Answer, forward: Callable[[Piece], bool] | None = None
+    ) -> AsyncIterator[Piece]:
+        """The pieces in order, resumed where the answer breaks off; without those that ``forward``
+        gets, see :class:`Attempt`. Raises ReplicaFailedError: no replica can resume it. Raises
+        OSError: the client no longer reads the stream."""
         while True:
             try:
                 attempt = answer.opened[-1]
+                attempt.forward = forward
                 while (piece := await attempt.read()) is not None:
                     yield piece
                 return

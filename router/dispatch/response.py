@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sluice.protocol.requests import EVENT_STREAM, Endpoint
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.attempt import Answer
+from sluice.router.dispatch.attempt import Answer, Piece
 from sluice.router.dispatch.dispatcher import STALLED_READER_S, Dispatcher
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
@@ -211,7 +211,7 @@ class CallResponse(Response):
             else:
                 streams = answer.head.media_type == EVENT_STREAM
                 if streams:
-                    error = await self._stream(answer, send)
+                    error = await self._stream(answer, send, scope)
         if guard.disconnected:
             return Outcome.CANCELLED
         if guard.stopped:
@@ -228,7 +228,7 @@ class CallResponse(Response):
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return Outcome.OK if error is None else Outcome.FAILED
 
-    async def _stream(self, answer: Answer, send: TimeoutSend) -> ApiError | None:
+    async def _stream(self, answer: Answer, send: TimeoutSend, scope: Scope) -> ApiError | None:
         """Forward the pieces of an event stream. Returns the error that broke it, if one did."""
         call, head = self._call, answer.head
         headers = self._own_headers(answer) | {
@@ -241,34 +241,43 @@ class CallResponse(Response):
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": head.status, "headers": raw})
         observe_gap = self._metrics.usage.gap(call.slo.service_class)
+        write: Callable[[bytes], bool] | None = scope.get("state", {}).pop(wire.FORWARD, None)
+
+        def forward(piece: Piece) -> bool:
+            data = self._counted(piece, observe_gap)
+            return write is None or not data or write(data)
+
+        pieces = self._dispatcher.pieces(answer, None if write is None else forward)
         try:
-            async for piece in self._dispatcher.pieces(answer):
-                # Tokens by when they leave; None: now. What waited for the last ones of a piece
-                # left when the engine made it: a stage may end with a token that has no text, and
-                # the next one begin with the text after it.
-                parts: Sequence[tuple[int, float | None]] = piece.sent
-                if len(piece.made) > 1:
-                    parts = (*piece.made[:-1], (piece.made[-1][0], None))
-                elif piece.tokens and not parts:
-                    parts = ((piece.tokens, None),)
-                reasoned = piece.reasoned
-                for tokens, sent_s in parts:
-                    gap_s = self._emit(tokens, sent_s, reasoned)
-                    reasoned -= tokens
-                    if gap_s is not None:
-                        observe_gap(gap_s)
-                if piece.sent:
-                    continue
-                data = piece.data
-                if call.service_tier is not None:
-                    data = with_tier(data, call.endpoint, call.service_tier, streams=True)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            async for piece in pieces:
+                if data := self._counted(piece, observe_gap):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
             reason = Reason.STREAM_BROKEN
             if failure.reason is Reason.REQUEST_SUSPECTED:
                 reason = failure.reason
             return ApiError(reason, f"The stream broke off after it had begun: {failure}")
         return None
+
+    def _counted(self, piece: Piece, observe_gap: Callable[[float], None]) -> bytes:
+        """Count the tokens of a piece that is about to leave. Returns its bytes, as they leave."""
+        # Tokens by when they leave; None: now. What waited for the last ones of a piece left when
+        # the engine made it: a stage may end with a token that has no text, and the next one begin
+        # with the text after it.
+        parts: Sequence[tuple[int, float | None]] = piece.sent
+        if len(piece.made) > 1:
+            parts = (*piece.made[:-1], (piece.made[-1][0], None))
+        elif piece.tokens and not parts:
+            parts = ((piece.tokens, None),)
+        reasoned = piece.reasoned
+        for tokens, sent_s in parts:
+            gap_s = self._emit(tokens, sent_s, reasoned)
+            reasoned -= tokens
+            if gap_s is not None:
+                observe_gap(gap_s)
+        if piece.sent:
+            return b""
+        return with_tier(piece.data, self._call.endpoint, self._call.service_tier, streams=True)
 
     async def _whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> Outcome:
         """Send a complete response."""

@@ -216,6 +216,7 @@ class ClientProtocol(HttpToolsProtocol):
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )
+        scope["state"][wire.FORWARD] = cycle.forward
         app: Any = _refuse_stopping if stops else self.app
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, app)
@@ -369,6 +370,15 @@ class _Exchange(RequestResponseCycle):
             return {"type": wire.STOP_MESSAGE}
         return message
 
+    def forward(self, data: bytes) -> bool:
+        """Write a part of a streamed body; see :data:`sluice.router.wire.FORWARD`."""
+        if not self.disconnected:
+            self.transport.write(self._framed(data))
+        return not self.flow.write_paused
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
 
 class _LastExchange(_Exchange):
     """The last of its connection, which the protocol closes."""
@@ -403,6 +413,9 @@ class _OldExchange(_LastExchange):
             self.response_complete = True
             self.message_event.set()
             self.on_response()
+
+    def _framed(self, data: bytes) -> bytes:
+        return data
 
 
 async def _refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:

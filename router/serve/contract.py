@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from sluice.protocol.requests import EngineRequest, Progress, ResponseItem
@@ -62,8 +62,14 @@ class StalledReaderError(OSError):
     """The client has read nothing for too long."""
 
 
+Forward = Callable[[Sequence[ResponseItem]], bool]
+
+
 class ReplicaStream(Protocol):
-    """The incoming answer to one request."""
+    """The incoming answer to one request. ``forward``: may be called with chunks that arrive while
+    the next items are awaited, in place of the reader; after it returns false, no more."""
+
+    forward: Forward | None
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         """Yield a head, chunks, a tail; before the head, perhaps a confirmation. Raises

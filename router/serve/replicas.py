@@ -43,7 +43,7 @@ from sluice.protocol.streams import (
 from sluice.router import wire
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import Transport
-from sluice.router.serve.contract import ReaderLostError, ReplicaFailedError, ReplicaStream
+from sluice.router.serve.contract import Forward, ReaderLostError, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.hint import DrainedError, Hint, NoReplicaError
 from sluice.router.serve.running import RUNNING
 from sluice.scheduling.autoscaling.base import STARTUP_S
@@ -105,15 +105,17 @@ class ChannelStream:
     size: int = 0
     unsaid: int = 0
     over: bool = False
-    failure: ReplicaFailedError | None = None
+    failure: Exception | None = None
     waiter: asyncio.Future[None] | None = None
+    forward: Forward | None = None
     responded: bool = False
 
     def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         return self
 
     async def __anext__(self) -> Sequence[ResponseItem]:
-        """The items since the last call, or the next ones. Raises ReplicaFailedError."""
+        """The items since the last call, or the next ones. Raises ReplicaFailedError, or what
+        ``forward`` has raised."""
         while not self.items:
             if self.rest is not None:
                 return await anext(self.rest)
@@ -127,12 +129,15 @@ class ChannelStream:
             finally:
                 self.waiter = None
         items, self.items = self.items, []
-        self.unsaid += self.size
-        self.size = 0
+        size, self.size = self.size, 0
+        self._read(size)
+        return items
+
+    def _read(self, size: int) -> None:
+        self.unsaid += size
         if self.unsaid > WINDOW_BYTES // 2 and not self.over:
             self.channel.send(_encode(Consumed(self.number, self.unsaid)))
             self.unsaid = 0
-        return items
 
     def cancel(self) -> None:
         """Stop the replica's work. Harmless after the end."""
@@ -143,9 +148,27 @@ class ChannelStream:
             self.channel.cancel(self.number)
 
     def take(self, delivery: Delivery) -> bool:
-        """Store a delivery for the reader. Returns whether it was the response's last one."""
-        items = self.items
+        """Forward a delivery, or store it for the reader. Returns whether it was the last one."""
+        items, waiter = self.items, self.waiter
         self.responded = True
+        if (
+            self.forward is not None
+            and waiter is not None
+            and not waiter.done()
+            and delivery.tail is None
+            and delivery.ending is None
+            and delivery.head is None
+            and delivery.taken is None
+            and delivery.sent is None
+        ):
+            try:
+                if not self.forward(delivery.chunks):
+                    self.forward = None
+            except Exception as error:  # of this stream; the connection has others
+                self.failure = error
+                self._wake()
+            self._read(cost(delivery.chunks))
+            return False
         if delivery.taken is not None:
             items.append(delivery.taken)
         if delivery.head is not None:
@@ -347,6 +370,8 @@ _log = logging.getLogger(__name__)
 
 class ServeStream:
     """One streaming call over the handle."""
+
+    forward: Forward | None = None  # not used: its items come to the reader
 
     def __init__(self, response: Any) -> None:
         self._response = response

@@ -41,7 +41,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
 from sluice.router.request.session import LoopAge
 from sluice.router.serve.choices import CHOSEN
-from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO, TokenClock
@@ -145,6 +145,8 @@ async def confirmed(
 
 class FarStream:
     """A call under way."""
+
+    forward: Forward | None = None
 
     def __init__(
         self, side: FarSide, items: AsyncIterator[ResponseItem], request_id: str, name: str = ""
@@ -331,6 +333,8 @@ class FarSide:
 
 class NoItems:
     """A stream without items."""
+
+    forward: Forward | None = None
 
     async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         for items in ():

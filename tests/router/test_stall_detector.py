@@ -36,7 +36,7 @@ from sluice.router.dispatch.stall_detector import (
 )
 from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.roles import Role
@@ -403,6 +403,8 @@ class Script:
 
 class Silence:
     """A stream of which nothing comes."""
+
+    forward: Forward | None = None
 
     async def __aiter__(self) -> AsyncIterator[Sequence[ResponseItem]]:
         await asyncio.Event().wait()

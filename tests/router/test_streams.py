@@ -28,7 +28,7 @@ from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.replica.streams import server as server_module
 from sluice.replica.streams.server import MAX_BUFFERED_ITEMS, StreamServer
 from sluice.router.errors import Reason
-from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
+from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.replicas import Channels, ChannelStream
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
@@ -45,6 +45,8 @@ def request(request_id: str = "r", **body: Any) -> EngineRequest:
 
 class Handed:
     """What went another way."""
+
+    forward: Forward | None = None
 
     def __init__(self) -> None:
         self.cancelled = False
