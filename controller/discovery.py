@@ -3,6 +3,7 @@ and its observer. All calls block."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -43,6 +44,8 @@ class DetachedController(Controller):
         compile_loops(config)
         super().__init__(config)
         _end_when_silent(lambda: self.silent_s, end_after_s)
+        # A collection would look at all that was imported, which holds up every decision.
+        gc.freeze()
 
 
 class DetachedObserver(Observer):

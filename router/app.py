@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -151,6 +152,8 @@ class Router:
         self._drain_s = drain_s
         self._server = HttpServer(api, config)
         await self._server.start(listener)
+        # A collection would look at all that was imported, which holds up every request.
+        gc.freeze()
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests (503); return when all have ended, with an error after

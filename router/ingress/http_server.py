@@ -9,6 +9,7 @@ import secrets
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from email.utils import formatdate
 from math import inf
@@ -22,7 +23,6 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import (
-    HEADER_VALUE_RE,
     STATUS_LINE,
     HttpToolsProtocol,
     RequestResponseCycle,
@@ -202,8 +202,7 @@ class ClientProtocol(HttpToolsProtocol):
         stops = self.server_state.stops
         before = self.cycle
         keep_alive = version == "1.1" and self.parser.should_keep_alive() and not stops
-        kind = _Exchange if keep_alive else _LastExchange if version == "1.1" else _OldExchange
-        self.cycle = cycle = kind(
+        self.cycle = cycle = _Exchange(
             scope=self.scope,
             transport=self.transport,
             flow=self.flow,
@@ -238,7 +237,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A request is answered. Called by uvicorn."""
-        if isinstance(self._answering, _LastExchange):
+        if self._answering is not None and not self._answering.keep_alive:
             self._close()
             return
         super().on_response_complete()
@@ -354,9 +353,12 @@ class ClientProtocol(HttpToolsProtocol):
 
 
 class _Exchange(RequestResponseCycle):
-    """A request and its answer."""
+    """A request and its answer, whose head leaves with the first part of the body."""
 
     _stops = False
+    _head = b""
+    _left: int | None = None
+    """Bytes of the body to come, if the answer states its length."""
 
     def stop(self) -> None:
         """Tell the application that the router stops."""
@@ -373,49 +375,57 @@ class _Exchange(RequestResponseCycle):
     def forward(self, data: bytes) -> bool:
         """Write a part of a streamed body; see :data:`sluice.router.wire.FORWARD`."""
         if not self.disconnected:
-            self.transport.write(self._framed(data))
+            self._write(data, last=False)
         return not self.flow.write_paused
-
-    def _framed(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-class _LastExchange(_Exchange):
-    """The last of its connection, which the protocol closes."""
-
-    async def send(self, message: Any) -> None:
-        """Called by the application."""
-        if self.response_started and not message.get("more_body", False):
-            self.keep_alive = True  # otherwise uvicorn would close
-        await super().send(message)
-
-
-class _OldExchange(_LastExchange):
-    """One with HTTP/1.0, which knows no chunks: the connection's end ends the body."""
 
     async def send(self, message: Any) -> None:
         """Called by the application."""
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        if self.disconnected:
+        if self.disconnected or self.response_complete:
             return
         if message["type"] == "http.response.start":
+            self._head = self._head_of(message["status"], message["headers"])
             self.response_started = True
-            headers = [*self.default_headers, *message["headers"], (b"connection", b"close")]
-            if any(HEADER_VALUE_RE.search(value) for _, value in headers):
-                raise RuntimeError("Invalid HTTP header value.")
-            lines = [b"%s: %s\r\n" % header for header in headers]
-            self.transport.write(b"".join((STATUS_LINE[message["status"]], *lines, b"\r\n")))
+            self.waiting_for_100_continue = False
             return
-        if self.scope["method"] != "HEAD":
-            self.transport.write(message.get("body", b""))
-        if not message.get("more_body", False):
+        body, last = message.get("body", b""), not message.get("more_body", False)
+        if self.scope["method"] == "HEAD":
+            body = b""
+        elif self._left is not None:
+            self._left -= len(body)
+            if self._left < 0 or (last and self._left):
+                raise RuntimeError("the answer is not as long as it states")
+        if self.chunked_encoding:
+            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            body = body + b"0\r\n\r\n" if last else body
+        self.transport.write(self._head + body if self._head else body)
+        self._head = b""
+        if last:
             self.response_complete = True
             self.message_event.set()
             self.on_response()
 
-    def _framed(self, data: bytes) -> bytes:
-        return data
+    def _head_of(self, status: int, own: Sequence[tuple[bytes, bytes]]) -> bytes:
+        headers = [*self.default_headers, *own]
+        if (b"connection", b"close") in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            headers.append((b"connection", b"close"))
+        for name, value in own:
+            if name == b"content-length":
+                self._left = int(value)
+        # HTTP/1.0 knows no chunks: the connection's end ends the body.
+        is_old = self.scope["http_version"] != "1.1"
+        has_no_body = self.scope["method"] == "HEAD" or status in (204, 304)
+        if self._left is None and not is_old and not has_no_body:
+            self.chunked_encoding = True
+            headers.append((b"transfer-encoding", b"chunked"))
+        lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers], b"\r\n"]
+        head = b"".join(lines)
+        if not head.count(b"\r") == head.count(b"\n") == len(lines) or b"\0" in head:
+            raise RuntimeError("a header has a line break")
+        return head
 
 
 async def _refuse_stopping(scope: Scope, receive: Receive, send: Send) -> None:
