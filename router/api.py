@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -80,11 +79,9 @@ def make_api(
     telemetry = telemetry or Telemetry()
     loops = LoopDeadlines(loop_age, fleets.clock)
     calls = Calls(config, fleets, loops, limiter, telemetry)
-    for path, endpoint in INFERENCE_PATHS.items():
-        # Of what FastAPI does for a function, which takes as long as reading the request, it needs
-        # nothing.
-        route = Route(path, partial(calls.serve, endpoint=endpoint), methods=["POST"])
-        api.router.routes.append(route)
+    for path in INFERENCE_PATHS:
+        # For its methods: the middleware has a POST served.
+        api.router.routes.append(Route(path, calls.serve, methods=["POST"]))
     has_page = access.admin.on and admin_service is not None
     api.include_router(_model_routes(fleets))
     api.include_router(_status_routes(config, fleets, page, has_page))
@@ -104,6 +101,7 @@ def make_api(
         limiter=limiter,
         telemetry=telemetry,
         shedder=shedder,
+        serve=calls.serve,
         clock=fleets.clock,
         pause=pause,
     )

@@ -389,7 +389,10 @@ class _Exchange(RequestResponseCycle):
             self.response_started = True
             self.waiting_for_100_continue = False
             return
-        body, last = message.get("body", b""), not message.get("more_body", False)
+        self._write(message.get("body", b""), not message.get("more_body", False))
+
+    def _write(self, body: bytes, last: bool) -> None:
+        """Write a part of the body, and the head before the first one."""
         if self.scope["method"] == "HEAD":
             body = b""
         elif self._left is not None:

@@ -13,8 +13,11 @@ from typing import Final
 
 from prometheus_client import Gauge, Histogram
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sluice.protocol.requests import Endpoint
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
@@ -55,6 +58,9 @@ a lower rate, the cause is a machine short of CPU time and not the requests."""
 
 Pause = Callable[[float], Awaitable[object]]
 """Sleeps for the given number of seconds."""
+
+Serve = Callable[[Request, Endpoint], Awaitable[Response]]
+"""The response to a request of inference, or its error."""
 
 _FALL: Final = 0.7
 _RISE: Final = 1.1
@@ -193,7 +199,8 @@ class IngressMiddleware:
     read.
 
     Refusals are spaced out; those without a valid key have a separate rate, so that they do not
-    delay others. A path may end with a slash."""
+    delay others. A path may end with a slash. ``serve``: answers inference, past the application's
+    routes and their wrappers, which take as long as reading the request."""
 
     def __init__(
         self,
@@ -204,10 +211,12 @@ class IngressMiddleware:
         limiter: RateLimiter,
         telemetry: Telemetry,
         shedder: Shedder,
+        serve: Serve,
         clock: Callable[[], float] = time.monotonic,
         pause: Pause = asyncio.sleep,
     ) -> None:
         self._app = app
+        self._serve = serve
         self._access = access
         self._limiter = limiter
         self._telemetry = telemetry
@@ -302,7 +311,8 @@ class IngressMiddleware:
         try:
             with HeldBytes(self._bodies, client) as held:
                 scope["state"]["arrival"] = arrival._replace(held=held)
-                await self._app(scope, receive, send_named)
+                response = await self._serve(Request(scope, receive), endpoint)
+                await response(scope, receive, send_named)
         finally:
             self._in_flight -= 1
             self._of_client[owner] -= 1
