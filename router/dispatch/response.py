@@ -165,6 +165,8 @@ class CallResponse(Response):
         self._error: ApiError | None = None
         self._clock = clock_of(call.slo, call.received_s)
         self._answer: Answer | None = None
+        self._last = b""
+        """The end of a stream, which leaves in one write with the end of the answer."""
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -224,7 +226,7 @@ class CallResponse(Response):
             return Outcome.of_status(error.reason.status)
         if not streams:
             return await self._whole(answer, scope, receive, send)
-        last = error.event(call.endpoint) if error is not None else b""
+        last = self._last if error is None else error.event(call.endpoint)
         await send({"type": "http.response.body", "body": last, "more_body": False})
         return Outcome.OK if error is None else Outcome.FAILED
 
@@ -250,7 +252,10 @@ class CallResponse(Response):
         pieces = self._dispatcher.pieces(answer, None if write is None else forward)
         try:
             async for piece in pieces:
-                if data := self._counted(piece, observe_gap):
+                data = self._counted(piece, observe_gap)
+                if answer.tail is not None:
+                    self._last = data
+                elif data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except ReplicaFailedError as failure:
             reason = Reason.STREAM_BROKEN

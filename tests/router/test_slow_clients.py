@@ -52,8 +52,9 @@ def streamed(**more: Any) -> bytes:
     return json.dumps({**CHAT_BODY, "stream": True, **more}).encode()
 
 
-@pytest.mark.parametrize("behaviour", [flows, ends])
-@pytest.mark.parametrize("taken", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("behaviour", "taken"), [(flows, 0), (flows, 1), (flows, 2), (ends, 0), (ends, 1)]
+)
 async def test_a_reader_that_takes_nothing_is_dropped_and_its_work_ends(
     behaviour: Any, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,15 @@ async def test_a_reader_that_takes_nothing_is_dropped_and_its_work_ends(
     labels = {"class": "standard", "outcome": "cancelled", "endpoint": "chat"}
     assert edge.sample("sluice_requests_total", **labels) == 1
     assert edge.sample("sluice_in_flight_requests") == 0
+
+
+async def test_the_end_of_a_stream_leaves_with_its_last_bytes() -> None:
+    client = Client(Edge(FarSide(a=ends)), streamed())
+    await client.task
+    assert [message["type"] for message in client.got] == [
+        "http.response.start",
+        "http.response.body",
+    ]
 
 
 @given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=20), st.floats(0.1, 10.0))
