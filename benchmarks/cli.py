@@ -19,6 +19,7 @@ from sluice.benchmarks.live.peers import peers
 from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
+from sluice.benchmarks.micro.replay import replay
 from sluice.benchmarks.micro.walk import walk
 from sluice.benchmarks.options import as_json, folder, number_option
 from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplotlib
@@ -48,7 +49,7 @@ def list_experiments() -> None:
     print_table(table)
 
 
-for _command in (planning, decision, walk, gateway, peers, gpu):
+for _command in (planning, decision, replay, walk, gateway, peers, gpu):
     bench.add_command(_command)
 
 

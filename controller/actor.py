@@ -18,9 +18,11 @@ import msgspec
 import ray.util
 
 from sluice.controller.config import ControllerConfig, fingerprint_of
+from sluice.controller.observability.decision_log import DecisionLog, ending_shown
 from sluice.controller.observability.readings import Detail, Figures, Readings
 from sluice.controller.observability.recent_decisions import (
     Counters,
+    DecisionRecord,
     LatestDecisions,
     RecentDecisions,
     RequestClasses,
@@ -76,6 +78,7 @@ from sluice.scheduling.request.job import (
 from sluice.scheduling.request.stages import LoopStarts
 from sluice.scheduling.roles import Role
 from sluice.scheduling.tenancy.leaky_bucket import Bucket
+from sluice.telemetry.records import RecordLog
 
 # How much of their rate limits API keys have used, over all routers.
 #
@@ -183,6 +186,11 @@ class Controller:
             self._classes,
         )
         self._started_s = clock()
+        self._log: RecordLog | None = None
+        if config.decision_log is not None:
+            self._log = RecordLog(config.decision_log / f"decisions-{self._epoch:016x}.jsonl")
+            self._placer.explains = True
+            self._explained = DecisionLog(routing).explained
 
     @property
     def silent_s(self) -> float:
@@ -291,6 +299,9 @@ class Controller:
             self._calibration.behind(*notice, now_s)
         for ending in endings:
             self._learn(ending, now_s)
+            if self._log is not None:
+                ended = {"ended": ending_shown(ending)}
+                self._log.write({"request_id": ending.request_id, "at_s": now_s, **ended})
         missing: tuple[int, ...] = ()
         if waits:
             has_cells = self._config.cells > 1
@@ -488,6 +499,10 @@ class Controller:
             # The log keeps why the request is where it is, or what another cell decides.
             return decision
         self._recent.note(query, decision, started_s, took_s, self._placer.inputs)
+        if self._log is not None:
+            record = DecisionRecord(query, decision, started_s, took_s, 1, self._placer.inputs)
+            (shown,) = self._explained([record], started_s)
+            self._log.write({**shown, "at_s": started_s})
         if decision.replica_id is not None:
             self._classes.note(query.key, query.slo.service_class)
         if decision.prefill_id is not None:

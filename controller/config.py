@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -52,6 +53,13 @@ class ControllerConfig(BaseModel):
         gt=0,
         description="A reservation that no replica has confirmed after this time is dropped, "
         "seconds.",
+    )
+
+    decision_log: Path | None = Field(
+        default=None,
+        description="Directory for a log of each controller's decisions, a JSON line each, and one "
+        "for the end of each request: the fields of `GET /admin/decisions`, and without a "
+        "guarantee which term refused it; at most 100,000 lines and 1 GiB.",
     )
 
     cells: int = Field(

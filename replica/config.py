@@ -251,8 +251,9 @@ class EngineConfig(BaseModel):
     )
     batch_log: Path | None = Field(
         default=None,
-        description="Directory for a log of planned and executed batches, one JSON line each, at "
-        "most 100,000 lines per engine; for tests and diagnosis.",
+        description="Directory for a log of each engine's batches, a JSON line each: the queue as "
+        "it was planned, the plan, what ran, and its time; at most 100,000 lines and 1 GiB. "
+        "`sluice bench replay` plans it again.",
     )
     simulated: SimulatedEngineConfig = Field(
         default_factory=SimulatedEngineConfig, description="Options of the simulated engine."

@@ -20,7 +20,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "telemetry": ("telemetry",),
     "scheduling": ("scheduling",),
     "protocol": ("protocol", "scheduling"),
-    "controller": ("controller", "protocol", "scheduling"),
+    "controller": ("controller", "protocol", "scheduling", "telemetry"),
     "replica": ("replica", "protocol", "scheduling", "telemetry", *STEP_CORE, *CONTROLLER_SURFACE),
     "replica.compile": ("replica", "scheduling", *STEP_CORE, "controller.transport.checks"),
     "router": ("router", "protocol", "scheduling", "telemetry", *CONTROLLER_SURFACE),

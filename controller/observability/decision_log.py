@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sluice.controller.observability.recent_decisions import DecisionRecord
+from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.admission.base import Constraint, DecodeChoice, Promises
 from sluice.scheduling.placement.placer import DecisionInputs
 from sluice.scheduling.request.job import (
@@ -88,6 +89,7 @@ class DecisionLog:
             "tier": None if decision.tier is None else decision.tier.value,
             "not_guaranteed": _not_guaranteed(entry),
             "constraints": _constraints(weighed),
+            "waits_ms": _waits(weighed),
             "replica_id": decision.replica_id,
             "role": None if decision.replica_id is None else decision.role,
             "prefill_id": decision.prefill_id,
@@ -223,19 +225,21 @@ def _ended(entry: DecisionRecord, tried_again: bool) -> dict[str, Any]:
     ending = None if tried_again else entry.ending
     if ending is None:
         return {"tried_again": tried_again, "ended": None}
-    judged = ending.outcome == "ok" and entry.query.slo.stated
+    judged = entry.query.slo.stated
+    return {"tried_again": False, "ended": ending_shown(ending, judged)}
+
+
+def ending_shown(ending: RequestEnding, judged: bool = True) -> dict[str, Any]:
+    """How a request ended; ``judged``: it stated an objective."""
     return {
-        "tried_again": False,
-        "ended": {
-            "outcome": ending.outcome,
-            "error": ending.error or None,
-            "attained": not ending.missed if judged else None,
-            "missed": list(ending.missed),
-            "tokens": ending.tokens,
-            "ttft_ms": _ms(ending.ttft_s),
-            "tpot_ms": _ms(ending.tpot_s),
-            "e2e_ms": _ms(ending.e2e_s),
-        },
+        "outcome": ending.outcome,
+        "error": ending.error or None,
+        "attained": not ending.missed if judged and ending.outcome == "ok" else None,
+        "missed": list(ending.missed),
+        "tokens": ending.tokens,
+        "ttft_ms": _ms(ending.ttft_s),
+        "tpot_ms": _ms(ending.tpot_s),
+        "e2e_ms": _ms(ending.e2e_s),
     }
 
 
@@ -266,6 +270,13 @@ def _constraints(weighed: DecisionInputs | None) -> dict[str, int]:
     promises = weighed.promises
     found = Counter(promises.binds[~promises.holds].tolist())
     return {Constraint(bound).name.lower(): count for bound, count in found.most_common()}
+
+
+def _waits(weighed: DecisionInputs | None) -> dict[str, float | None] | None:
+    """See ``Placer.waits_s``; ``None`` where that was not recorded."""
+    if weighed is None or weighed.waits_s is None:
+        return None
+    return {name: _ms(wait_s) for name, wait_s in weighed.waits_s.items()}
 
 
 def _bound(weighed: DecisionInputs) -> str:

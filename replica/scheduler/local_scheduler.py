@@ -3,20 +3,18 @@ and publish the state. vLLM's adapter and the simulated engine differ only in wh
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import numpy as np
 
+from sluice.replica.scheduler.plan_log import PlanRecords
 from sluice.replica.scheduler.speculation import DraftCounts, DraftTime
 from sluice.replica.scheduler.state_table import NO_SLOT, ChangedRows, StateTable, TableFullError
 from sluice.replica.scheduler.xargs import RequestArgs
@@ -38,11 +36,10 @@ from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, row_of
 from sluice.scheduling.request.stages import StagePosition, later_of
 from sluice.scheduling.roles import Role
+from sluice.telemetry.records import RecordLog
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
-
-MAX_LOG_LINES: Final = 100_000  # Batches that a log holds
 
 _BUSY: Final = 0.9  # From this share of a thread's time on the processor, it did not wait
 
@@ -53,32 +50,6 @@ _MAX_UNLEARNED: Final = 64
 """Consecutive disturbed steps that are not learned from; more of them are normal here."""
 
 logger = logging.getLogger(__name__)
-
-
-class BatchLog:
-    """Batches with their times as JSON lines, for tests and diagnosis: a new log at ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
-        self._lines = 0
-
-    def write(self, record: Mapping[str, object]) -> None:
-        """Append one batch, up to ``MAX_LOG_LINES``. A full disk ends the log, not the engine."""
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-            self._lines += 1
-            ended = self._lines >= MAX_LOG_LINES
-        except OSError as error:
-            logger.warning("the batch log ends after %d batches: %s", self._lines, error)
-            ended = True
-        if ended:
-            # Closing writes what is left, and fails where writing did.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
 
 
 class StepTimes:
@@ -257,7 +228,7 @@ class LocalScheduler:
         policy: BatchPolicy,
         table: StateTable,
         model: LatencyModel = DEFAULT_MODEL,
-        log: BatchLog | None = None,
+        log: RecordLog | None = None,
         times: StepTimes | None = None,
         of_role: Callable[[Role], BatchPolicy] | None = None,
     ) -> None:
@@ -282,6 +253,7 @@ class LocalScheduler:
         self._draft_time = DraftTime()
         self._lengths = TaskLengths()
         self._log = log
+        self._planned = PlanRecords()
         self._best_effort_wait_s = 0.0
         self._rowless = 0
         self._unlearned = 0
@@ -384,6 +356,8 @@ class LocalScheduler:
         """Plan the next batch by the policy, with the corrected latency model."""
         started = time.perf_counter()
         self.refresh_model()
+        if self._log is not None:
+            self._planned.note(self._policy, queue, now_s, self.model, budget)
         plan = self._policy.plan(queue, now_s, self.model, budget)
         self._best_effort_wait_s = longest_wait_s(queue.table, now_s)
         elapsed = time.perf_counter() - started
@@ -472,7 +446,7 @@ class LocalScheduler:
         passed_s = self.times.ended(step.started_s, now_s, computed, cpu_s, believed_s)
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
-            self._log.write({**step.record, "seconds": seconds})
+            self._log.write({**step.record, "end_s": now_s, "seconds": seconds})
         if computed and seconds > 0:
             self._learn(step, seconds, predicted_s, drafting_s, disturbed)
         summary: dict[str, Any] = {
@@ -539,6 +513,8 @@ class LocalScheduler:
             "preempted": [name(engine_id) for engine_id in preempted],
             "checked": {name(engine_id): drafts for engine_id, drafts in checked.items()},
             "live": len(self.requests),
+            "cpu_s": time.thread_time(),
+            **self._planned.take(plan, name),
         }
 
 

@@ -27,7 +27,7 @@ from sluice.protocol.requests import (
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import EngineInfo, check_resume, check_transfer, table_capacity
 from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
-from sluice.replica.scheduler.local_scheduler import BatchLog, LocalScheduler
+from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore, SimulatedSequence, Transfer
@@ -36,6 +36,7 @@ from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.roles import Role
+from sluice.telemetry.records import RecordLog
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class SimulatedEngine:
         self._table = StateTable.create(table_capacity(max_live_requests), clock=clock)
         self._table.set_role(role)
         path = config.batch_log
-        log = None if path is None else BatchLog(path / f"{replica_id}.jsonl")
+        log = None if path is None else RecordLog(path / f"{replica_id}.jsonl")
         model = profile.model.with_headroom(config.headroom)
         scheduler = LocalScheduler(policy, self._table, model, log, of_role=of_role)
         self._replica_id = replica_id

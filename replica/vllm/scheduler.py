@@ -28,7 +28,6 @@ from sluice.replica.grammar.bound import bound_grammars
 from sluice.replica.processes import end_with_parent, pin_thread
 from sluice.replica.scheduler import row_counts
 from sluice.replica.scheduler.local_scheduler import (
-    BatchLog,
     GarbageCollector,
     LocalScheduler,
     Occupancy,
@@ -58,6 +57,7 @@ from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.request.kernels import RUNNING
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
+from sluice.telemetry.records import RecordLog
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class PlanMixin(_Base):
         warm_up(settings.policy, settings.policy_options)
         row_counts.compile_now()
         logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
-        log = BatchLog(settings.batch_log) if settings.batch_log is not None else None
+        log = RecordLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         make = settings.make_policy
         times = _step_times(self.vllm_config)

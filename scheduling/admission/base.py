@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +136,12 @@ class AdmissionPolicy(ABC):
         together beside all earlier promises. Only called if ``selects``, with at most ``MAX_NEW``
         jobs, each with the same single row."""
         raise NotImplementedError
+
+    def without_headroom(self) -> Self:
+        """The same policy without head-room, if it has any."""
+        if "headroom" not in type(self.options).model_fields:
+            return self
+        return type(self)(self.options.model_copy(update={"headroom": 0.0}))
 
     @abstractmethod
     def promises(self, job: Job, fleet: Fleet) -> Promises:

@@ -261,7 +261,7 @@ class BestEffort:
     """
 
     def __init__(self, options: BestEffortOptions | None = None) -> None:
-        options = options or BestEffortOptions()
+        self.options = options = options or BestEffortOptions()
         self._lane = AgedLane(options.patience_s, options.aged_share)
         self._closed_until_s = -inf
         self.patience_s = options.patience_s

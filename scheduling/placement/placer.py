@@ -6,7 +6,7 @@ controller and the simulator alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
@@ -291,7 +291,8 @@ class DecisionInputs(NamedTuple):
         ahead_s: ``float64[n]``, predicted time of all prompts there and of this one, where that
             decided or nothing was promised; else ``None``.
         second: the decode choice, if the request could be split.
-        untried: rows of the quarantined replicas that were to be tried."""
+        untried: rows of the quarantined replicas that were to be tried.
+        waits_s: why nothing was promised, if that is recorded: see :meth:`Placer.waits_s`."""
 
     job: Job
     ids: Sequence[str]
@@ -300,6 +301,7 @@ class DecisionInputs(NamedTuple):
     ahead_s: Floats | None
     second: DecodeChoice | None = None
     untried: frozenset[int] = frozenset()
+    waits_s: Mapping[str, float] | None = None
 
 
 class _Asked(NamedTuple):
@@ -317,13 +319,14 @@ class _Asked(NamedTuple):
 class _Tested(NamedTuple):
     """What replicas can promise. ``apart``: the job by the plan of each replica with margins of its
     own, by its place in ``job``; ``able``: places in ``job`` that can promise it; ``over_share``:
-    only the tenant's share forbids it."""
+    only the tenant's share forbids it; ``reserve_tokens``: what others' shares or retries keep."""
 
     job: Job
     promises: Promises
     apart: dict[int, tuple[Job, SLO]]
     able: Ints
     over_share: bool = False
+    reserve_tokens: float = 0.0
 
 
 _NONE_APART: dict[int, tuple[Job, SLO]] = {}
@@ -380,6 +383,8 @@ class Placer:
         """Fair shares of promised tokens between tenants."""
         self.returns = RetryAfter()
         """Retry times of refused requests."""
+        self.explains = False
+        """Whether inputs have ``waits_s``; a decision without a promise then takes longer."""
 
     def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Planned]:
         """In which order to decide on at most ``MAX_TOGETHER`` waiting queries, and where each is
@@ -536,7 +541,11 @@ class Placer:
             tested = self._tested(asked.job, asked, admission)
         job, promises, apart = tested.job, tested.promises, tested.apart
         if not len(tested.able):
-            return self._unpromised(job, promises, second, tested.over_share)
+            waits_s = self.waits_s(tested, asked.stated, admission) if self.explains else None
+            decision = self._unpromised(job, promises, second, tested.over_share)
+            if waits_s is not None and self.inputs is not None:
+                self.inputs = self.inputs._replace(waits_s=waits_s)
+            return decision
         self._record(job, promises, None, second)
         places = tested.able
         able = job if len(places) == len(job.rows) else job.of(places)
@@ -580,8 +589,37 @@ class Placer:
                 promises = self._with_room_left(job, promises, second, admission, tokens)
                 (able,) = promises.holds.nonzero()
                 if not len(able):
-                    return _Tested(job, promises, apart, able, over_share)
+                    return _Tested(job, promises, apart, able, over_share, tokens)
         return _Tested(job, promises, apart, able)
+
+    def waits_s(
+        self, tested: _Tested, stated: SLO, admission: AdmissionPolicy
+    ) -> Mapping[str, float]:
+        """The predicted wait for a promise at the replica that could give it soonest, seconds,
+        ``as_is`` and without each term that only makes sure of promises, and without all of them. A
+        wait of 0 says that this term alone refused it. Of P/D pairs, of where it starts."""
+        place = int(tested.promises.wait_s.argmin())
+        job = tested.job.of(np.array([place]))
+        if place in tested.apart:
+            job = tested.apart[place][0]
+        job = job._replace(reserve_tokens=tested.reserve_tokens)
+        query = self._planned(job.query, stated, job.rows)
+        due = job_of(self._fleet, query, job.rows, job.now_s, job.output_tokens)
+        on_time = job._replace(due_s=due.due_s, tpot_s=due.tpot_s)
+        nothing = on_time._replace(overtaking_s=0.0, reserve_tokens=0.0)
+        bare = admission.without_headroom()
+        tests = {
+            "as_is": (admission, job),
+            "margin": (admission, on_time),
+            "expected": (admission, job._replace(overtaking_s=0.0)),
+            "reserve": (admission, job._replace(reserve_tokens=0.0)),
+            "headroom": (bare, job),
+            "all": (bare, nothing),
+        }
+        return {
+            name: float(policy.promises(each, self._fleet).wait_s[0])
+            for name, (policy, each) in tests.items()
+        }
 
     def _set_apart(
         self,

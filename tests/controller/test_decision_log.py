@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,40 @@ async def test_best_effort_says_why_nothing_was_promised() -> None:
     (aged, *_) = await told(controller)
     assert "has reported lately" in aged["why"] and aged["able"] == 1
     assert aged["not_guaranteed"] == "silent"
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    (log,) = folder.iterdir()
+    return list(map(json.loads, log.read_text().splitlines()))
+
+
+async def test_the_log_on_disk_names_the_terms_that_alone_refused_a_request(tmp_path: Path) -> None:
+    controller = ObservedController(ControllerConfig(decision_log=tmp_path), Clock())
+    await controller.hello(hello("a"))
+    # The prompt takes 0.81 s there; 0.1 is head-room, and the margin that of no experience.
+    for key, ttft_s in enumerate((0.78, 0.84, 0.88, 0.92, 0.94), 1):
+        await controller.route([RouteQuery(key, SLO(ttft_s=ttft_s), 8_000, tiers=PROMISED)])
+    await controller.sync(
+        [RequestEnding("r", "ok", tokens=3, ttft_s=0.5, tpot_s=0.1, e2e_s=0.7, missed=("ttft",))]
+    )
+    *shown, ended = lines_of(tmp_path)
+    alone = [
+        each["waits_ms"] and {name for name, wait_ms in each["waits_ms"].items() if wait_ms == 0}
+        for each in shown
+    ]
+    assert alone == [set(), {"all"}, {"headroom", "all"}, {"headroom", "margin", "all"}, None]
+    assert [each["tier"] for each in shown] == [None] * 4 + ["guaranteed"]
+    assert shown[0]["waits_ms"]["as_is"] is None  # never
+    assert (await told(controller))[1]["waits_ms"] == shown[-2]["waits_ms"]
+    assert (ended["request_id"], ended["ended"]["missed"]) == ("r", ["ttft"])
+    assert ended["ended"]["attained"] is False
+
+
+async def test_without_a_log_no_terms_are_looked_for() -> None:
+    controller, _ = await fleet_of(0)
+    await controller.route([RouteQuery(1, SLO(ttft_s=0.01), 8_000, tiers=PROMISED)])
+    (entry,) = await told(controller)
+    assert (entry["not_guaranteed"], entry["waits_ms"]) == ("ttft", None)
 
 
 async def test_what_is_planned_otherwise_than_stated_is_told_like_the_rest() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.replica.scheduler.local_scheduler import BatchLog, GarbageCollector, LocalScheduler
+from sluice.replica.scheduler.local_scheduler import GarbageCollector, LocalScheduler
 from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
@@ -20,6 +20,7 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.request.stages import Stage
+from sluice.telemetry.records import RecordLog
 from tests.replica.rows import running
 from tests.scheduling.views import decode, prefill, queue_of, queues
 
@@ -89,7 +90,7 @@ def test_a_role_changes_the_policy_where_its_options_depend_on_it(table, policy,
 
 
 def test_a_step_is_planned_run_and_published(table, tmp_path):
-    engine = Engine(table, BatchLog(tmp_path / "log" / "r.jsonl"))
+    engine = Engine(table, RecordLog(tmp_path / "log" / "r.jsonl"))
     engine.scheduler.track("e1", RequestArgs("fleet-1", 0.0, SLO()), 1, 10, 50)
     slot = engine.scheduler.requests["e1"].slot
     plan = engine.plan(view("e1"))
@@ -189,7 +190,7 @@ def test_kv_transfers_are_published(engine):
 
 
 def test_an_empty_batch_that_was_planned_empty_is_no_step(table, tmp_path):
-    engine = Engine(table, BatchLog(tmp_path / "r.jsonl"))
+    engine = Engine(table, RecordLog(tmp_path / "r.jsonl"))
     engine.step(5.0, views=[], ran=[])
     assert (engine.summary["steps"], engine.summary["updated_s"]) == (0, 5.0)
     assert (tmp_path / "r.jsonl").read_text() == ""
@@ -223,13 +224,13 @@ def test_a_batch_begins_behind_those_in_flight_at_the_earliest_now(engine):
 
 
 def test_a_full_disk_ends_the_batch_log_and_nothing_else(table, caplog):
-    engine = Engine(table, BatchLog(Path("/dev/full")))
+    engine = Engine(table, RecordLog(Path("/dev/full")))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             engine.step()
     assert engine.summary["steps"] == 3
     (record,) = caplog.records
-    assert "the batch log ends after 0 batches" in record.getMessage()
+    assert "full ends after 0 records" in record.getMessage()
 
 
 def test_requests_beyond_the_table_run_without_a_row(engine, caplog):
