@@ -130,10 +130,11 @@ class Frames(asyncio.Protocol):
         """Handle one frame."""
         raise NotImplementedError
 
-    def send(self, frame: bytes) -> None:
-        """Write one frame; does nothing on a closed connection."""
+    def send(self, *frames: bytes) -> None:
+        """Write frames, at once; does nothing on a closed connection."""
         if self._transport is not None and not self.closed and not self._transport.is_closing():
-            self._transport.write(len(frame).to_bytes(_LENGTH, "big") + frame)
+            parts = [part for each in frames for part in (len(each).to_bytes(_LENGTH, "big"), each)]
+            self._transport.write(b"".join(parts))
 
     def close(self) -> None:
         """Close the connection after all sent data has left. Idempotent."""

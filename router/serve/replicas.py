@@ -214,6 +214,7 @@ class Channel(Caller):
         self._numbers = itertools.count()
         self._streams: dict[int, ChannelStream] = {}
         self._paused = False
+        self._unsent: list[bytes] = []
         self.leaving = False
         """The replica has announced that it is about to leave."""
 
@@ -232,6 +233,16 @@ class Channel(Caller):
     def resume_writing(self) -> None:
         """The replica reads again."""
         self._paused = False
+
+    def send(self, *frames: bytes) -> None:
+        """Send frames in one write with all others of this turn of the event loop."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent += frames
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        super().send(*unsent)
 
     def frame_received(self, frame: bytes | bytearray) -> None:
         """Forward arrived deliveries to their streams."""
