@@ -103,7 +103,8 @@ class Line(Frames):
         super().__init__(1 << 20)
         self.answers: list[Routed | Refused] = []
 
-    def send(self, frame: bytes) -> None:
+    def send(self, *frames: bytes) -> None:
+        (frame,) = frames
         answer = decode_answer(frame)
         assert isinstance(answer, Routed | Refused)
         self.answers.append(answer)
