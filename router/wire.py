@@ -139,6 +139,10 @@ FORWARD: Final = "forward"
 """ASGI state name: writes a part of a streamed body at once, and returns whether the client keeps
 up. Without it, and after it has returned false, the ASGI server's ``send`` waits for the client."""
 
+WATCH: Final = "watch"
+"""ASGI state name: has a function called once, with the type of the message that the ASGI server's
+``receive`` would return, when the client leaves or the router stops; ``None`` ends that."""
+
 STOP_MESSAGE: Final = "sluice.stop"
 """Type of the ASGI message by which a router that stops ends the answers that still run."""
 

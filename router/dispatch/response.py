@@ -28,15 +28,20 @@ from sluice.scheduling.request.objective import clock_of
 
 # Watches the client of a response: it may leave, or stop reading.
 
+Watch = Callable[[Callable[[str], None] | None], None]
+
 _RESOLUTION_S: Final = 1e-3
 
 
 class DisconnectGuard:
     """Cancels its block, without an exception, when the client leaves or the router stops: an ASGI
-    server does not. ``receive`` must belong to a request whose body was read."""
+    server does not. ``receive`` must belong to a request whose body was read; it is awaited in a
+    task unless the server has ``watch`` (:data:`sluice.router.wire.WATCH`)."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, watch: Watch | None = None) -> None:
         self._receive = receive
+        self._watch = watch
+        self._waiting: asyncio.Task[None] | None = None
         self.disconnected = False
         self.stopped = False
         """The router stops, and its server has given up waiting for this answer."""
@@ -46,11 +51,17 @@ class DisconnectGuard:
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
-        self._watch = asyncio.create_task(self._wait())
+        if self._watch is None:
+            self._waiting = asyncio.create_task(self._wait())
+        else:
+            self._watch(self._end)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._watch.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+        elif self._watch is not None:
+            self._watch(None)
         if not (self.disconnected or self.stopped):
             return False
         ours_alone = self._task.uncancel() <= self._cancelling
@@ -59,6 +70,9 @@ class DisconnectGuard:
     async def _wait(self) -> None:
         while (kind := (await self._receive())["type"]) not in ("http.disconnect", STOP_MESSAGE):
             pass
+        self._end(kind)
+
+    def _end(self, kind: str) -> None:
         self.stopped = kind == STOP_MESSAGE
         self.disconnected = not self.stopped
         self._task.cancel()
@@ -203,7 +217,7 @@ class CallResponse(Response):
         streams = False
         # The guard ends before the last message: a server reports the end of a complete response
         # as a disconnect too.
-        guard = DisconnectGuard(receive)
+        guard = DisconnectGuard(receive, scope.get("state", {}).pop(wire.WATCH, None))
         async with guard:
             try:
                 open_ = self._dispatcher.open(call, self._fetches, self._clock)

@@ -9,7 +9,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from email.utils import formatdate
 from math import inf
@@ -140,6 +140,12 @@ class ClientProtocol(HttpToolsProtocol):
             head = b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, b"".join(lines))
             self.parser.feed_data(head)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has left."""
+        super().connection_lost(exc)
+        if isinstance(self.cycle, _Exchange):
+            self.cycle.tell()
+
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more, but may still read: TCP has one sign for a half-close and for a
         client that is gone. So its requests are answered, and it is probed. A TLS client is gone.
@@ -215,7 +221,7 @@ class ClientProtocol(HttpToolsProtocol):
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )
-        scope["state"][wire.FORWARD] = cycle.forward
+        scope["state"] |= {wire.FORWARD: cycle.forward, wire.WATCH: cycle.watch}
         app: Any = _refuse_stopping if stops else self.app
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, app)
@@ -359,11 +365,24 @@ class _Exchange(RequestResponseCycle):
     _head = b""
     _left: int | None = None
     """Bytes of the body to come, if the answer states its length."""
+    _told: Callable[[str], None] | None = None
 
     def stop(self) -> None:
         """Tell the application that the router stops."""
         self._stops = True
         self.message_event.set()
+        self.tell()
+
+    def watch(self, told: Callable[[str], None] | None) -> None:
+        """See :data:`sluice.router.wire.WATCH`."""
+        self._told = told
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell who watches if the client has left, or the router stops."""
+        if self._told is not None and (self.disconnected or self._stops):
+            told, self._told = self._told, None
+            told("http.disconnect" if self.disconnected else wire.STOP_MESSAGE)
 
     async def receive(self) -> Any:
         """Called by the application, like :meth:`send`."""
