@@ -86,12 +86,19 @@ class AcknowledgedState:
         self._is_live[slots] = True
         freed = self._slots[~self._is_live[self._slots]]
         self._is_live[slots] = False
-        known = self._held[: len(state.held)]
-        held_slots = np.flatnonzero((_words(state.held) != known).any(axis=1))
+        slots, rows = slots[differs], rows[differs]
+        if len(freed):
+            slots = np.concatenate([slots, freed])
+            rows = np.concatenate([rows, np.zeros(len(freed), ROW)])
+        # Most reports have no new chunks, and a look at the whole is faster than one at each.
+        held, held_slots = _words(state.held), np.empty(0, np.int32)
+        known = self._held[: len(held)]
+        if not np.array_equal(held, known):
+            held_slots = np.flatnonzero((held != known).any(axis=1)).astype(np.int32)
         return Changes(
-            np.concatenate([slots[differs], freed]).astype(np.int32),
-            np.concatenate([rows[differs], np.zeros(len(freed), ROW)]),
-            held_slots.astype(np.int32),
+            slots,
+            rows,
+            held_slots,
             state.held[held_slots],
         )
 
