@@ -6,18 +6,21 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from math import inf
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import click
 
-from sluice.benchmarks.live.client import Json
+from sluice.benchmarks.live.client import Json, LoadError
 from sluice.benchmarks.live.gpu_parts import Given, engine_of
-from sluice.benchmarks.live.peers import CPU_ARGS, MODEL_TOKENS, engine_args
-from sluice.benchmarks.live.report import text
+from sluice.benchmarks.live.peers import CPU_ARGS, MODEL_TOKENS, Records, engine_args
+from sluice.benchmarks.live.report import figures, text
 from sluice.benchmarks.live.systems import SLUICE, VLLM_ENVIRONMENT, Bench, campaign, spawned, until
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option
 from sluice.benchmarks.report import Report, Table
@@ -28,22 +31,32 @@ from sluice.replica.vllm.local_model import LLAMA_8B, TINY, shaped_model
 _GPU_ARGS: Final[Json] = {"max-model-len": MODEL_TOKENS, "gpu-memory-utilization": 0.9}
 _QUIET: Final = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"}
 _LOAD: Final = """
-load system sent attained attained_interval goodput tokens kept ttft_ms tpot_ms late_ms
+sent attained attained_interval goodput tokens guaranteed kept ttft_ms tpot_ms cpu_s late_ms
 """.split()  # noqa: SIM905
+_LOAD_SYSTEMS: Final = "stock", "sluice", "stock-short-batches"
 _REASON: Final = re.compile(
     r"^(?:\[\w+\]: )?((?:Error|[\w.]+(?:Error|Exception)): .*)", re.MULTILINE
 )
 _SHOWN = 300
+_MIN_PART_S = 30.0
+"""No part begins with less of the budget left, seconds."""
+_BUDGET = "For all parts; what is not done by then is left out.  [default: no limit]"
 _DEVICE = "cpu: to try the command, a tiny model on vLLM's CPU build. Its figures mean nothing."
 
 
+def _lines(_: Given, answer: Path) -> list[Json]:
+    lines = answer.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 class Part(NamedTuple):
-    """What a part measures, its limit (seconds), its command that prints JSON, and its rows."""
+    """What a part measures, its limit (seconds), its command, and the rows of what it has printed
+    to a file by its end or its limit."""
 
     words: str
     limit_s: float
     command: Callable[[Given], Sequence[str | Path]]
-    rows: Callable[[Any], list[Json]] = lambda found: found
+    rows: Callable[[Given, Path], list[Json]] = _lines
 
 
 def _own(name: str, words: str, limit_s: float) -> Part:
@@ -63,36 +76,51 @@ def _profile(given: Given) -> Sequence[str | Path]:
     return [SLUICE, "profile", "--config", config, "--out", kept, *plots, "--json"]
 
 
-def _errors(found: Json) -> list[Json]:
+def _errors(_: Given, answer: Path) -> list[Json]:
+    found = json.loads(answer.read_text(), parse_constant=lambda _: None)
     fitted = {f"{found['family']}, chosen": found["out_of_sample"]["all"]["mape"]}
     every = fitted | found["out_of_sample_mape_of_others"]
     return [{"model": name, "mean error": error} for name, error in every.items()]
 
 
+def _runs_of(given: Given) -> Path:
+    return Path(given.folder, "load")
+
+
 def _load(given: Given) -> Sequence[str | Path]:
-    systems = ["--system=stock", "--system=sluice", "--replicas=1", "--model", given.model]
-    args = ["--engine-args", json.dumps(given.args), f"--in-flight={4 * given.decodes}"]
+    systems = [f"--system={name}" for name in _LOAD_SYSTEMS]
+    args = ["--model", given.model, "--engine-args", json.dumps(given.args), "--replicas=1"]
     runs = ["--pattern=bursty", "--rounds=1", f"--seconds={given.seconds}", "--json"]
+    kept = ["--record", str(_runs_of(given)), "--resume", f"--in-flight={4 * given.decodes}"]
     plots = _plots("--plots", Path(given.folder))
-    return [SLUICE, "bench", "peers", *systems, *args, *runs, *plots]
+    return [SLUICE, "bench", "peers", *systems, *args, *runs, *kept, *plots]
 
 
-def _rates(found: Json) -> list[Json]:
-    (rate,) = found["load_1"].values()  # there is one pattern
-    every = found["summary"]
-    return [{"requests/s": rate * row["load"], **{x: row[x] for x in _LOAD}} for row in every]
+def _rates(given: Given, _: Path) -> list[Json]:
+    """Those of all runs that have ended."""
+    kept = Records.at(_runs_of(given))
+    rows = []
+    for run in kept.runs:
+        labels, own = run.labels, figures([run])
+        rate = labels["load"] * kept.conditions["capacities"][labels["pattern"]]
+        when = {"load": "1, after the start" if "warm_up" in labels else text(labels["load"])}
+        rows.append(
+            {"system": labels["system"], **when, "requests/s": rate}
+            | {name: own[name] for name in _LOAD}
+        )
+    return rows
 
 
 PARTS: Final[dict[str, Part]] = {
-    "start": _own("start", "seconds until a server answers, two starts of each", 1_800.0),
-    "profile": Part("error of the latency model on unseen steps", 900.0, _profile, _errors),
     "load": Part("stock vLLM and Sluice under a mixed load", 3_600.0, _load, _rates),
+    "profile": Part("error of the latency model on unseen steps", 900.0, _profile, _errors),
+    "start": _own("start", "seconds until a server answers, two starts of each", 1_800.0),
+    "async": _own("async", "steps a second with asynchronous scheduling", 600.0),
+    "steps": _own("steps", "steps a second, one batch at a time", 600.0),
     "preemption": _own("preemption", "stops of a prefill before its next operator", 900.0),
     "speculation": _own("speculation", "steps whose decodes check drafted tokens", 900.0),
-    "steps": _own("steps", "steps a second, one batch at a time", 600.0),
-    "async": _own("async", "steps a second with asynchronous scheduling", 600.0),
 }
-"""By name, in the order in which they run."""
+"""By name, in the order in which they run: first what is worth most where the time is short."""
 
 
 @click.command(name="gpu")
@@ -101,7 +129,9 @@ PARTS: Final[dict[str, Part]] = {
 @click.option("--engine-args", "args", callback=engine_args, help="vLLM's arguments, as JSON.")
 @number_option("--seconds", default=60.0, least=0.5, most=3_600, words="Of arrivals, at each load.")
 @click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help=_DEVICE)
+@number_option("--budget-seconds", "budget_s", default=None, least=60, most=86_400, words=_BUDGET)
 @click.option("--out", type=folder(), default="sluice-gpu", help="For JSON, Markdown, plots, logs.")
+@click.option("--resume", is_flag=True, help="Measure only what the folder of --out lacks.")
 @as_json
 def gpu(
     names: tuple[str, ...],
@@ -109,19 +139,22 @@ def gpu(
     args: Json,
     seconds: float,
     device: str,
+    budget_s: float | None,
     out: Path,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Measure Sluice and stock vLLM on one GPU, without weights and without a network.
 
-    The start; the error of the latency model, with and without context; both under a mixed load at
-    three rates; how long a prefill takes to stop; what checking drafted tokens costs; steps a
-    second with and without asynchronous scheduling. A part that fails, or is not done in its time,
-    is reported, and the others are measured. Exits with 3 if there is no GPU.
+    Both under a mixed load at three rates; the error of the latency model, with and without
+    context; the start; steps a second with and without asynchronous scheduling; how long a prefill
+    takes to stop; what checking drafted tokens costs. Each result is written when it is there, the
+    steps of the engines under load included. A part that fails, or is not done in its time, is
+    reported, and the others are measured. Exits with 3 if there is no GPU.
 
     \b
     Example:
-      sluice bench gpu --out sluice-gpu
+      sluice bench gpu --out sluice-gpu --budget-seconds 600
     """
     conditions, place = _device(device), out.absolute()
     own: Json = {} if model else {"load-format": "dummy"}
@@ -130,16 +163,37 @@ def gpu(
         place.mkdir(parents=True, exist_ok=True)
         path = model or str(shaped_model(place, TINY if device == "cpu" else LLAMA_8B))
         given = Given(path, own | args, int(device == "gpu"), seconds, str(place))
+        found = _kept(place, given) if resume else {}
+        if not resume:
+            shutil.rmtree(_runs_of(given), ignore_errors=True)
         (place / "given.json").write_text(json.dumps(given._asdict()))
         chosen = [name for name in PARTS if not names or name in names]
-        found = {name: _measured(bench, name, given) for name in chosen}
         conditions |= {"Model": Path(path).name, "vLLM's arguments": json.dumps(given.args)}
-        report = _report(found, conditions)
-        report.write(place, plots=False)
+        ends_s = inf if budget_s is None else time.monotonic() + budget_s
+        for name in chosen:
+            if name in found and "failed" not in found[name]:
+                continue
+            found[name] = _measured(bench, name, given, ends_s - time.monotonic())
+            report = _report({x: found[x] for x in PARTS if x in found}, conditions)
+            report.write(place, plots=False)
+            if bench.stop.is_set():
+                raise StoppedError(f"stopped in the part {name}")
+        report = _report({x: found[x] for x in PARTS if x in found}, conditions)
     click.echo(report.as_json()) if as_json else report.show()
     failed = ", ".join(name for name in chosen if "failed" in found[name])
     if failed:
         raise click.ClickException(f"parts that failed: {failed}; their logs are in {out}")
+
+
+def _kept(place: Path, given: Given) -> dict[str, Json]:
+    """The parts in a folder; raises :class:`LoadError` if something else was measured there."""
+    try:
+        if json.loads((place / "given.json").read_text()) != given._asdict():
+            raise LoadError(f"{place} has results of other options, see its given.json")
+        rows = json.loads((place / "gpu.json").read_text())["rows"]
+    except FileNotFoundError:
+        return {}
+    return {row.pop("part"): row for row in rows}
 
 
 def _device(wanted: str) -> dict[str, str]:
@@ -156,26 +210,29 @@ def _device(wanted: str) -> dict[str, str]:
     raise Failure(Exit.UNREACHABLE, f"{words}; --device cpu tries this with its CPU build")
 
 
-def _measured(bench: Bench, name: str, given: Given) -> Json:
+def _measured(bench: Bench, name: str, given: Given, left_s: float) -> Json:
+    """A part, as far as it comes in its time and in ``left_s``."""
     part, place, began_s = PARTS[name], Path(given.folder), time.monotonic()
-    bench.say(f"{name}: {part.words}, at most {part.limit_s:g} s")
+    if left_s < _MIN_PART_S:
+        return {"seconds": 0.0, "failed": "not begun: the budget is used up"}
+    limit_s = min(part.limit_s, left_s)
+    bench.say(f"{name}: {part.words}, at most {limit_s:.4g} s")
     log, answer = place / f"{name}.log", place / f"{name}.json"
     environment = {"CUDA_VISIBLE_DEVICES": "0", **os.environ, **VLLM_ENVIRONMENT, **_QUIET}
     with spawned(part.command(given), log, environment, answer) as process:
-        ended = until(lambda: process.poll() is not None, part.limit_s, bench.stop)
-    if bench.stop.is_set():
-        raise StoppedError(f"stopped in the part {name}")
+        ended = until(lambda: process.poll() is not None, limit_s, bench.stop)
     found: Json = {"seconds": round(time.monotonic() - began_s, 1)}
     if not ended:
-        found["failed"] = f"not done after {part.limit_s:g} s"
+        found["failed"] = "stopped" if bench.stop.is_set() else f"not done after {limit_s:.4g} s"
     elif process.returncode:
         said = _REASON.findall(click.unstyle(log.read_text(errors="replace")))
         found["failed"] = said[-1][:_SHOWN] if said else f"it ended with {process.returncode}"
-    else:
-        shown = json.loads(answer.read_text(), parse_constant=lambda _: None)
-        found["rows"] = part.rows(shown)
-        if name == "load" and shown["left_out"]:
-            found["failed"] = f"left out: {shown['left_out']}"[:_SHOWN]
+    elif name == "load" and (left_out := json.loads(answer.read_text())["left_out"]):
+        found["failed"] = f"left out: {left_out}"[:_SHOWN]
+    # A part that failed may have none, or no whole ones.
+    with suppress(ValueError, LoadError) if "failed" in found else nullcontext():
+        if rows := part.rows(given, answer):
+            found["rows"] = rows
     bench.say(f"  {found.get('failed', 'done')} after {found['seconds']:g} s")
     return found
 

@@ -1,5 +1,5 @@
 """Parts of ``sluice bench gpu`` without a command of their own:
-``python -m sluice.benchmarks.live.gpu_parts PART FOLDER`` prints the rows of one as JSON."""
+``python -m sluice.benchmarks.live.gpu_parts PART FOLDER`` prints each row of one as a JSON line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,15 +54,15 @@ def engine_of(given: Given, args: Json) -> Json:
     return {**named, "grammar_check_s": 0, "vllm_args": args}
 
 
-def start(given: Given) -> list[Json]:
+def start(given: Given) -> Iterator[Json]:
     """Seconds from a server's start to its first answer; the second start finds compiled code."""
-    setting, rows = Setting(given.model, given.args, 1, given.gpus, {}), list[Json]()
+    setting = Setting(given.model, given.args, 1, given.gpus, {})
     with campaign() as bench:
         for name in ("stock", "sluice") * 2:
             began_s = time.monotonic()
             with SYSTEMS[name].start(setting)(bench):
-                rows.append({"system": name, "seconds": round(time.monotonic() - began_s, 1)})
-    return rows
+                took_s = round(time.monotonic() - began_s, 1)
+            yield {"system": name, "seconds": took_s}
 
 
 async def preemption(given: Given) -> Json:
@@ -130,9 +131,11 @@ def steps(name: str, given: Given) -> list[Json]:
 if __name__ == "__main__":
     part, place = sys.argv[1:]
     given = Given(**json.loads(Path(place, "given.json").read_text()))
+    found: Iterable[Json]
     if part == "preemption":
         found = [asyncio.run(preemption(given))]
     else:
         found = start(given) if part == "start" else steps(part, given)
-    print(json.dumps(found), flush=True)
+    for row in found:
+        print(json.dumps(row), flush=True)
     os._exit(0)  # the threads of an engine core in this process would keep it

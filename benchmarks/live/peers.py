@@ -3,18 +3,21 @@ model, with the same requests: ``sluice bench peers``."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import click
+import msgspec
 import psutil
 from rich.table import Table
 
@@ -24,6 +27,7 @@ from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import End, Json, LoadError
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.report import CORES, Run, processes, single, summary, table
+from sluice.benchmarks.live.steps import SCHEDULER, STEP_LOG, write_table
 from sluice.benchmarks.live.systems import (
     ENGINE,
     IN_FLIGHT,
@@ -76,6 +80,8 @@ class Setting(NamedTuple):
     replicas: int
     gpus: int
     classes: Mapping[str, ServiceClass]
+    record: Path | None = None
+    """Folder for the engines' logs of their steps, and Sluice's of its decisions."""
 
     @property
     def gpus_each(self) -> float:
@@ -103,6 +109,9 @@ def _stock(policy: str, more: Json, setting: Setting) -> Start:
 
     def engine_on(_: Bench, port: int, number: int) -> Server:
         args, variables = {**setting.args, **_STOCK_ARGS, **more}, dict(VLLM_ENVIRONMENT)
+        if setting.record is not None:
+            args["scheduler-cls"] = SCHEDULER
+            variables[STEP_LOG] = str(setting.record / f"{number}.jsonl")
         if setting.gpus > 1:
             variables["CUDA_VISIBLE_DEVICES"] = setting.devices(number)
         elif not setting.gpus:
@@ -165,6 +174,9 @@ def _sluice(engine: Json, controller: Json, setting: Setting) -> Start:
 def sluice_config(engine: Json, controller: Json, setting: Setting, port: int) -> Json:
     """The configuration of Sluice with these fields of its engine and controller."""
     model = {"model": setting.model, "served_model_name": MODEL, "vllm_args": setting.args}
+    if setting.record is not None:
+        engine = {**engine, "batch_log": str(setting.record)}
+        controller = {**controller, "decision_log": str(setting.record / DECISIONS)}
     replica: Json = {"count": setting.replicas, "num_cpus": 0.1}
     if setting.gpus:
         replica["num_gpus"] = setting.gpus_each
@@ -199,6 +211,12 @@ SYSTEMS: Final[dict[str, Peer]] = {
         "vLLM with priorities by class, vllm-router power_of_two",
         partial(_stock, "power_of_two", {"scheduling-policy": "priority"}),
         priorities=True,
+    ),
+    "stock-short-batches": Peer(
+        "vLLM's own server, alone, with priorities by class and batches of 1,024 tokens",
+        partial(_stock, "", {"scheduling-policy": "priority", "max-num-batched-tokens": 1_024}),
+        priorities=True,
+        reference="stock",
     ),
     "serve-llm": Peer("Ray Serve LLM, power of two", partial(_serve_llm, False)),
     "serve-llm-prefix": Peer("Ray Serve LLM, prefix-aware", partial(_serve_llm, True)),
@@ -263,6 +281,7 @@ def engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Jso
 
 
 _IN_FLIGHT = "Concurrent requests of an engine while the capacity, load 1, is measured."
+_RECORD = "Folder for each run as it ends, and for all steps of the engines."
 _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one less than cores]"
 
 
@@ -280,6 +299,8 @@ _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one les
 @number_option("--slo-scale", "scale", default=1.0, least=0.1, most=100, words="Of objectives.")
 @seed
 @click.option("--plots", type=folder(), help="Folder for plots (SVG) of attainment, and the JSON.")
+@click.option("--record", type=folder(), help=_RECORD)
+@click.option("--resume", is_flag=True, help="Run only what the folder of --record lacks.")
 @as_json
 def peers(
     names: tuple[str, ...],
@@ -295,6 +316,8 @@ def peers(
     scale: float,
     seed: int,
     plots: Path | None,
+    record: Path | None,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Measure Sluice, stock vLLM behind routers, and Ray Serve LLM on real engines.
@@ -308,6 +331,8 @@ def peers(
     Example:
       sluice bench peers --system stock-power-of-two --system sluice --pattern bursty --rounds 1
     """
+    if resume and record is None:
+        raise click.UsageError("--resume needs the folder of --record")
     with campaign() as bench:
         if plots is not None:
             require_matplotlib()
@@ -317,16 +342,19 @@ def peers(
         if traces is not None:
             chosen |= mix.recorded(traces, setting.args["max-model-len"])
         chosen = chosen or mix.GENERATED
-        found = _Campaign(bench, setting, chosen, loads, seconds, seed, in_flight)
+        kept = None if record is None else Records.at(record, resume)
+        found = _Campaign(bench, setting, chosen, loads, seconds, seed, in_flight, scale, kept)
         systems = list(dict.fromkeys(names or DEFAULT))
-        found.prepare(systems, scale)
+        found.prepare(systems)
         for number in range(rounds):
             for name in systems[:: -1 if number % 2 else 1]:
                 found.measure(name, number)
         if not found.runs:
             raise LoadError(f"no system could be started: {found.left_out}")
         rows, every = summary(found.runs, *CELL), single(found.runs)
+        warm_ups = single(found.warm_ups)
         shown = {"left_out": found.left_out, **found.conditions(), "summary": rows, "runs": every}
+        shown["warm_ups"] = warm_ups
         if plots is not None:
             (plots / "peers.json").write_text(json.dumps(shown, indent=1), encoding="utf-8")
             for name, chart in attainment(rows).items():
@@ -348,6 +376,62 @@ def setting_of(model: str, args: Json, replicas: int | None) -> Setting:
     return Setting(path, given, replicas, gpus, {})
 
 
+DECISIONS: Final = "decisions"
+_RUNS: Final = "runs.jsonl"
+
+
+class Records:
+    """Measurements as they are made, as lines of ``runs.jsonl``: the conditions, then each run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.conditions: Json = {}
+        self.runs: list[Run] = []
+        """Warm-ups included."""
+
+    @classmethod
+    def at(cls, folder: Path, resume: bool = True) -> Records:
+        """Those in ``folder``, if there may be any. Raises :class:`LoadError`: they are others, or
+        not to be continued; OSError."""
+        found, path = cls(folder), folder / _RUNS
+        if not resume and path.exists():
+            raise LoadError(f"{folder} has runs: take --resume, or another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]  # it may have been killed
+            path.write_text("".join(whole), encoding="utf-8")
+            try:
+                found.conditions = json.loads(whole[0]) if whole else {}
+                found.runs = [msgspec.json.decode(line, type=Run) for line in whole[1:]]
+            except ValueError as error:
+                raise LoadError(f"{path} has no runs: {error}") from None
+        for place in folder.glob(f"*/{DECISIONS}"):
+            found.tables_of(place.parent)
+        return found
+
+    def keep(self, record: Any) -> None:
+        """Append the conditions, or a run."""
+        with (self.folder / _RUNS).open("ab") as file:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+    def logs_of(self, name: str) -> Path:
+        """A new folder for the logs of a start of a system."""
+        every = (self.folder / f"{name}-{number}" for number in count(1))
+        place = next(each for each in every if not each.exists())
+        (place / DECISIONS).mkdir(parents=True)
+        return place
+
+    def tables_of(self, place: Path) -> None:
+        """Write the steps of a system's engines as tables, and compress their logs."""
+        for log in (*place.glob("*.jsonl"), *place.glob(f"{DECISIONS}/*.jsonl")):
+            if log.parent == place:
+                write_table(log, log.with_suffix(".csv"))
+            with log.open("rb") as plain, gzip.open(f"{log}.gz", "wb", compresslevel=1) as packed:
+                shutil.copyfileobj(plain, packed)
+            log.unlink()
+
+
 @dataclass
 class _Campaign:
     """All measurements of one call of the command."""
@@ -359,9 +443,12 @@ class _Campaign:
     seconds: float
     seed: int
     in_flight: int
+    scale: float = 1.0
+    records: Records | None = None
     slos: Mapping[str, SLO] = field(default_factory=dict)
     capacities: dict[str, float] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    warm_ups: list[Run] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     reference: str = ""
 
@@ -383,58 +470,124 @@ class _Campaign:
             },
         }
 
-    def prepare(self, names: Sequence[str], scale: float) -> None:
-        """Measure objectives and capacity on the reference; raises :class:`LoadError`."""
+    def prepare(self, names: Sequence[str]) -> None:
+        """Measure objectives and capacity on the reference, and stock vLLM's first round while it
+        runs; raises :class:`LoadError`."""
+        if self.records is not None and self.records.conditions:
+            self._restore(self.records)
+            return
         for name in dict.fromkeys((SYSTEMS[names[0]].reference, *names)):
             self.bench.say(f"{name}: idle times and capacity")
             try:
-                with SYSTEMS[name].start(self.setting)(self.bench) as system:
-                    self._prepare_on(system, scale)
-            except LeftOutError as error:
+                with self._started(name) as system:
+                    self._prepare_on(system, name)
+                    if name in names and name.startswith("stock"):
+                        self._measure_on(system, name, 0)
+            except (LeftOutError, OSError, psutil.Error) as error:
                 self._leave_out(name, error)
-            else:
-                self.reference, shown = name, self.conditions()
-                self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
+            if self.reference:
                 return
         raise LoadError(f"no system could be started: {self.left_out}")
 
-    def _prepare_on(self, system: System, scale: float) -> None:
-        classes = mix.classes_of(mix.alone(completions(system), MODEL), scale)
-        for name, pattern in self.patterns.items():
-            body = mix.body_of(f"capacity {name}", pattern.block_tokens)
+    def _prepare_on(self, system: System, name: str) -> None:
+        classes = mix.classes_of(mix.alone(completions(system), MODEL), self.scale)
+        for pattern_name, pattern in self.patterns.items():
+            body = mix.body_of(f"capacity {pattern_name}", pattern.block_tokens)
             in_flight = self.in_flight * self.setting.replicas
             # Sluice has no classes yet.
             drawn = (each._replace(slo=SLO()) for each in pattern.drawn(self.seed))
             load = (drawn, body, in_flight, WARM_UP_S, CAPACITY_S)
-            self.capacities[name] = capacity(self.bench, system, *load)
+            self.capacities[pattern_name] = capacity(self.bench, system, *load)
+        self._found(name, classes, self.capacities)
+        shown = self.conditions()
+        self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
+        if self.records is not None:
+            dumped = {name: each.model_dump(mode="json") for name, each in classes.items()}
+            own = {"scale": self.scale, "classes": dumped, "capacities": self.capacities}
+            self.records.keep(shown | own)
+
+    def _found(
+        self, reference: str, classes: Mapping[str, ServiceClass], rates: dict[str, float]
+    ) -> None:
+        self.reference, self.capacities = reference, rates
         self.setting = self.setting._replace(classes=classes)
         self.slos = objectives(classes)
+
+    def _restore(self, records: Records) -> None:
+        kept = records.conditions
+        asked = {**self.conditions(), "scale": self.scale}
+        for name in ("model", "engine_args", "replicas", "seed", "seconds", "scale"):
+            if kept.get(name) != asked[name]:
+                raise LoadError(
+                    f"{records.folder} was recorded with {name} {kept.get(name)}, not {asked[name]}"
+                )
+        if missing := set(self.patterns) - set(kept["capacities"]):
+            raise LoadError(f"{records.folder} has no capacity for {', '.join(sorted(missing))}")
+        made = {name: ServiceClass.model_validate(x) for name, x in kept["classes"].items()}
+        self._found(kept["measured_on"], made, kept["capacities"])
+        self.warm_ups = [run for run in records.runs if "warm_up" in run.labels]
+        self.runs = [run for run in records.runs if "warm_up" not in run.labels]
 
     def _leave_out(self, name: str, error: Exception) -> None:
         self.left_out[name] = str(error)
         self.bench.say(f"{name} is left out: {error}")
 
-    def measure(self, name: str, number: int) -> None:
-        if name in self.left_out:
-            return
-        peer, begun_s, seed = SYSTEMS[name], time.monotonic(), self.seed + number
-        self.bench.say(f"round {number + 1}: {name}: {peer.words}")
+    @contextmanager
+    def _started(self, name: str) -> Iterator[System]:
+        """The running system; its engines' logs become tables when it has ended."""
+        setting, records, place = self.setting, self.records, None
+        if records is not None:
+            place = records.logs_of(name)
+            setting = setting._replace(record=place)
         try:
-            with peer.start(self.setting)(self.bench) as system:
+            with SYSTEMS[name].start(setting)(self.bench) as system:
+                yield system
+        finally:
+            if records is not None and place is not None:
+                records.tables_of(place)
+
+    def measure(self, name: str, number: int) -> None:
+        if name in self.left_out or not self._missing(name, number):
+            return
+        begun_s = time.monotonic()
+        self.bench.say(f"round {number + 1}: {name}: {SYSTEMS[name].words}")
+        try:
+            with self._started(name) as system:
                 self.bench.say(f"  started in {time.monotonic() - begun_s:.0f} s")
-                warm_up = {"pattern": next(iter(self.patterns)), "load": 1.0}
-                self._run(system, peer, warm_up, WARM_UP_S, seed + _WARM_SEED)
-                for pattern, load in product(self.patterns, self.loads):
-                    labels = {"pattern": pattern, "load": load, "system": name, "round": number}
-                    run = self._run(system, peer, labels, self.seconds, seed)
-                    self.runs.append(run)
-                    met, sent = sum(each.attained for each in run.outcomes), len(run.outcomes)
-                    self.bench.say(f"  {pattern} {load:g}: {met} of {sent} attained")
-                    if name.startswith("sluice"):
-                        own = metrics(system.urls[0]).items()
-                        labels["engine"] = {x: value for x, value in own if x.startswith(_ENGINE)}
+                self._measure_on(system, name, number)
         except (LeftOutError, OSError, psutil.Error) as error:  # the others are measured still
             self._leave_out(name, error)
+
+    def _missing(self, name: str, number: int) -> list[tuple[str, float]]:
+        """Pattern and load of each run that a system lacks in a round."""
+        known = {
+            (run.labels["pattern"], run.labels["load"])
+            for run in self.runs
+            if (run.labels["system"], run.labels["round"]) == (name, number)
+        }
+        return [each for each in product(self.patterns, self.loads) if each not in known]
+
+    def _measure_on(self, system: System, name: str, number: int) -> None:
+        """The runs that are missing, after one that warms up."""
+        peer, seed = SYSTEMS[name], self.seed + number
+        own: Json = {"system": name, "round": number}
+        warm_up = {"pattern": next(iter(self.patterns)), "load": 1.0, **own, "warm_up": True}
+        run = self._run(system, peer, warm_up, WARM_UP_S, seed + _WARM_SEED)
+        self._keep(run, self.warm_ups)
+        for pattern, load in self._missing(name, number):
+            labels: Json = {"pattern": pattern, "load": load, **own}
+            run = self._run(system, peer, labels, self.seconds, seed)
+            met, sent = sum(each.attained for each in run.outcomes), len(run.outcomes)
+            self.bench.say(f"  {pattern} {load:g}: {met} of {sent} attained")
+            if name.startswith("sluice"):
+                counted = metrics(system.urls[0]).items()
+                labels["engine"] = {x: value for x, value in counted if x.startswith(_ENGINE)}
+            self._keep(run, self.runs)
+
+    def _keep(self, run: Run, runs: list[Run]) -> None:
+        runs.append(run)
+        if self.records is not None:
+            self.records.keep(run)
 
     def _run(self, system: System, peer: Peer, labels: Json, seconds: float, seed: int) -> Run:
         pattern, load = labels["pattern"], labels["load"]
@@ -443,6 +596,7 @@ class _Campaign:
         make = mix.body_of(f"{pattern} {load} {seed}", workload.block_tokens, peer.priorities)
         # Before the first is sent: the client has no time for it later.
         bodies = [make(MODEL, number, each) for number, each in enumerate(workload.arrivals)]
+        labels["began_s"] = time.monotonic()  # as the engines' steps
         options: Json = {"grace_s": GRACE_S, "body": lambda *at: bodies[at[1]], "exact": False}
         roots = system.processes
         return live.run(self.bench, system, labels, seconds, workload, roots, **options)

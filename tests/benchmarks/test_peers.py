@@ -34,6 +34,7 @@ from sluice.benchmarks.live.mix import (
 )
 from sluice.benchmarks.live.peers import (
     CELL,
+    DECISIONS,
     DEFAULT,
     SYSTEMS,
     Peer,
@@ -43,7 +44,7 @@ from sluice.benchmarks.live.peers import (
     tables,
 )
 from sluice.benchmarks.live.report import CORES, Run, Usage, Used, figures, summary
-from sluice.benchmarks.live.systems import Bench, LeftOutError, System
+from sluice.benchmarks.live.systems import Bench, LeftOutError, Start, System
 from sluice.deploy.cli import main
 from sluice.deploy.config import SluiceConfig
 from sluice.scheduling.request.objective import SLO
@@ -150,7 +151,8 @@ SETTING = Setting("/a/model", {"max-model-len": 8192}, 2, 0, classes_of(IDLE))
 
 def test_simulated_engines_and_a_server_alone_have_references_of_their_own() -> None:
     assert {name for name, peer in SYSTEMS.items() if peer.reference != DEFAULT[0]} == {
-        *("stock", "simulated", "simulated-round-robin", "simulated-min-load")
+        *("stock", "stock-short-batches"),
+        *("simulated", "simulated-round-robin", "simulated-min-load"),
     }
     assert {peer.reference for peer in SYSTEMS.values()} <= set(SYSTEMS)
 
@@ -374,6 +376,79 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     assert json.loads((tmp_path / "plots" / "peers.json").read_text()) == found
     assert drawn == {"peers.json", "attainment-poisson.svg"}
     assert b"<svg" in (tmp_path / "plots" / "attainment-poisson.svg").read_bytes()[:2_000]
+
+
+@pytest.mark.vllm
+def test_runs_that_were_recorded_are_not_repeated_and_their_reference_starts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    dies = True
+
+    def peer(name: str) -> Peer:
+        def of(setting: Setting) -> Start:
+            @contextmanager
+            def start(_: Bench) -> Iterator[System]:
+                started.append(name)
+                assert setting.record is not None
+                step = {
+                    "now_s": 1.0,
+                    "end_s": 1.5,
+                    "cpu_s": 0.25,
+                    "ran": [["a", 7, 3], ["b", 1, 9]],
+                }
+                (setting.record / "engine.jsonl").write_text(json.dumps(step) + '\n{"now_s": 2')
+                (setting.record / DECISIONS / "d.jsonl").write_text("{}\n")
+                yield System((url,), {})
+
+            return start
+
+        return Peer(name, of, reference="stock")
+
+    def metrics(_: str) -> dict[str, float]:
+        if dies:
+            raise KeyboardInterrupt
+        return {}
+
+    monkeypatch.setattr(peers_module, "WARM_UP_S", 0.5)
+    monkeypatch.setattr(peers_module, "metrics", metrics)
+    monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
+    monkeypatch.setattr(peers_module, "capacity", lambda *_: 8.0)
+    for name in ("stock", "sluice"):
+        monkeypatch.setitem(SYSTEMS, name, peer(name))
+    folder = tmp_path / "runs"
+    options = ("--system=sluice", "--system=stock", "--load=2", "--load=4", "--seconds=1")
+    options += ("--rounds=1", "--pattern=poisson", "--model", str(tmp_path), "--json")
+    options += ("--record", str(folder))
+    with at_once([]) as url:
+        # It ends after Sluice's first run, before that is kept.
+        assert measure(*options).exit_code != 0
+        assert started == ["stock", "sluice"]  # stock is measured where the capacity was
+        assert "has runs" in measure(*options).stderr
+        with (folder / "runs.jsonl").open("a") as file:
+            file.write('[{"pattern": ')  # it was killed while it wrote
+        dies = False
+        result = measure(*options, "--resume")
+        assert result.exit_code == 0, result.output
+        assert started == ["stock", "sluice", "sluice"]
+        other = measure(*options, "--resume", "--seed=9")
+        assert "was recorded with seed 1, not 9" in other.stderr
+    found = json.loads(result.stdout)
+    pairs = [(row["load"], row["system"]) for row in found["summary"]]
+    assert pairs == [(load, name) for load in (2.0, 4.0) for name in ("stock", "sluice")]
+    assert all(row["answered"] == row["sent"] > 0 for row in found["summary"])
+    assert [row["system"] for row in found["warm_ups"]] == ["stock", "sluice", "sluice"]
+    assert {path.name for path in folder.iterdir()} == {
+        *("runs.jsonl", "stock-1", "sluice-1", "sluice-2")
+    }
+    table, packed = (folder / "stock-1" / f"engine.{kind}" for kind in ("csv", "jsonl.gz"))
+    assert packed.exists() and (folder / "stock-1" / DECISIONS / "d.jsonl.gz").exists()
+    header, row = (line.split(",") for line in table.read_text().splitlines())
+    steps = dict(zip(header, map(float, row), strict=True))
+    assert steps == {
+        **{"launch_s": 1.0, "end_s": 1.5, "cpu_s": 0.25, "decodes": 1, "decode_context": 9},
+        **{"prefill_tokens": 7, "prefills": 1, "prefill_context": 3},
+    }
 
 
 def test_without_any_system_there_is_an_error(
