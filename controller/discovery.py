@@ -20,6 +20,7 @@ from sluice.controller.observability.observer import Observer
 from sluice.controller.transport import checks
 from sluice.scheduling.placement.cells import MAX_CELLS
 from sluice.scheduling.placement.warm_up import warm_up_placement
+from sluice.telemetry.phases import phase
 
 # The controller and its observer as detached actors that belong to no job and end by themselves
 # when unused.
@@ -31,6 +32,7 @@ processes push metrics every few seconds, so this silence means that the applica
 _CHECKS = 10
 
 
+@phase("controller: policies")
 def compile_loops(config: ControllerConfig) -> None:
     """Compile all that a controller's decisions and reports run, so that none waits for that."""
     warm_up_placement(config.make_routing, config.make_admission)

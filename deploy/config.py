@@ -30,6 +30,7 @@ from sluice.replica.processes import has_cuda_vllm
 from sluice.replica.vllm_args import by_option
 from sluice.router.config import RouterConfig
 from sluice.telemetry.logs import TelemetryConfig
+from sluice.telemetry.phases import phase
 
 # Several models behind one endpoint: the settings of each, and the settings they share.
 
@@ -354,36 +355,38 @@ def check_installed(config: SluiceConfig) -> None:
         )
 
 
-def engine_faults(config: SluiceConfig, here: bool = True) -> list[str]:
+def engine_faults(config: SluiceConfig, here: bool = True, idle_only: bool = False) -> list[str]:
     """Why engines of ``config`` could not start, as far as the installed vLLM can tell: wrong
     arguments, and, if they would run ``here`` and the model's files are on this machine, an
-    impossible configuration. Takes the 5 to 10 s of importing vLLM if vLLM is configured."""
+    impossible configuration. ``idle_only``: of pools that start without a replica, as replicas
+    say the same. Takes the 5 to 10 s of importing vLLM if vLLM is configured."""
     if not vllm_is_here():
         return []
     configured = [
         (place, pool)
         for place, pool in _engines(config)
-        if pool.engine.vllm_args or pool.engine.transfer is not None or pool.engine.preemption
+        if (pool.engine.vllm_args or pool.engine.transfer is not None or pool.engine.preemption)
+        and not (idle_only and pool.replica.first)
     ]
     if not configured:
         return []
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "sluice.replica.dry_run", str(os.getpid())],
-        input=json.dumps(
-            [
-                {
-                    "engine": pool.engine.model_dump(mode="json", exclude_unset=True),
-                    "role": pool.role,
-                    "here": here and (has_cuda_vllm() or not pool.replica.num_gpus),
-                }
-                for _, pool in configured
-            ]
-        ),
-        capture_output=True,
-        text=True,
-        timeout=_DRY_RUN_LIMIT_S,
-        check=False,
-    )
+    asked = [
+        {
+            "engine": pool.engine.model_dump(mode="json", exclude_unset=True),
+            "role": pool.role,
+            "here": here and (has_cuda_vllm() or not pool.replica.num_gpus),
+        }
+        for _, pool in configured
+    ]
+    with phase("vLLM: asked for its arguments"):
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", "sluice.replica.dry_run", str(os.getpid())],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=_DRY_RUN_LIMIT_S,
+            check=False,
+        )
     if ran.returncode:  # vLLM itself cannot be imported, perhaps
         why = ran.stderr.strip().splitlines()[-1:] or [f"exit status {ran.returncode}"]
         return [f"engine: vLLM cannot be asked for its arguments: {why[0]}"]

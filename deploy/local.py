@@ -36,6 +36,7 @@ from sluice.deploy.ray_start import apply, start_ray
 from sluice.replica.engine import ConfigurationError
 from sluice.router.ingress.access import Access
 from sluice.router.ingress.http_server import Certificate
+from sluice.telemetry.phases import phase
 
 # Notes of the `sluice serve` runs of this user, by which other commands find them.
 #
@@ -110,7 +111,7 @@ def _prefix() -> str:
 KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
 
-_POLL_S = 0.5
+_POLL_S = 0.2
 _REPORT_EVERY_S = 5.0
 _DRAIN_ANSWER_S = 5.0
 
@@ -211,7 +212,7 @@ def start_ray_for(
     """Start a Ray for ``config`` with its files in ``local_dir``."""
     apply(local_dir)
     report("starting Ray")
-    with own_sigterm():
+    with own_sigterm(), phase("Ray: start"):
         _start_ray(config, local_dir, **tries)
 
 
@@ -221,12 +222,13 @@ def start_application(
     """Serve ``config`` on the Ray of this process; return once it answers. Raises StartError,
     StoppedError."""
     _check_gpus(config)
-    faults = ThreadPoolExecutor(1, "ask-vllm").submit(engine_faults, config)
+    faults = ThreadPoolExecutor(1, "ask-vllm").submit(engine_faults, config, idle_only=True)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     start_serve()
     deploy(config, stop, report, faults)
 
 
+@phase("Serve: start")
 def start_serve() -> None:
     """Start Serve on the Ray that this process has joined, without proxies: routers listen."""
     from ray import serve
@@ -345,15 +347,15 @@ def deploy(
     # of replicas can be set from outside (Serve's scale call); Serve allows one or the other.
     pools = [pool for fleet in config.fleets for pool in fleet.pools]
     fixed = all(pool.replica.autoscaling is None for pool in pools)
-    run_many(
-        [
-            RunTarget(
-                build(config), name=config.name, route_prefix=None, external_scaler_enabled=fixed
-            )
-        ],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    with phase("application: deploy"):
+        target = RunTarget(
+            build(config), name=config.name, route_prefix=None, external_scaler_enabled=fixed
+        )
+        run_many(
+            [target],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
     _wait_ready(config, stop, report, faults)
 
 

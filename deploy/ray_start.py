@@ -15,6 +15,7 @@ from typing import Any
 
 from sluice.deploy.leftovers import end_processes
 from sluice.replica.private_dir import SOCKETS_VARIABLE
+from sluice.telemetry.phases import FILE_VARIABLE
 
 TUNED: Mapping[str, str] = {
     # gRPC between router and replicas, no per-request log flush, no second thread per replica.
@@ -131,9 +132,13 @@ def apply(local_dir: Path | None = None) -> None:
         sockets = local_dir / "v"
         sockets.mkdir(exist_ok=True)  # vLLM does not
         settings[SOCKETS_VARIABLE] = str(sockets)
+        settings[FILE_VARIABLE] = str(local_dir / PHASES_FILE)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
+
+PHASES_FILE = "phases"
+"""In the folder of one Ray instance: the phases of its start."""
 
 TRIES = 5
 """How often Ray is started. It gives its node 30 s, and its node's agents 15 s of them, times that
@@ -157,15 +162,15 @@ def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
         try:
             # Ray puts the driver's working folder on its workers' path, unless the driver is a
             # remote client. A file there must not stand in for one of our modules.
-            ray.init(
-                address="local",
-                _temp_dir=str(temp_dir),
-                job_config=JobConfig(_client_job=True),
-                include_dashboard=False,
-                log_to_driver=False,
-                **options,
-            )
-            _end_idle_processes()
+            with _without_idle_processes():
+                ray.init(
+                    address="local",
+                    _temp_dir=str(temp_dir),
+                    job_config=JobConfig(_client_job=True),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    **options,
+                )
             return
         except Exception as error:
             slow = any(words in str(error) for words in _TOO_SLOW)
@@ -178,19 +183,19 @@ def start_ray(temp_dir: Path, tries: int = TRIES, **options: Any) -> None:
                 raise RayTooSlowError(str(error)) from error
 
 
-def _end_idle_processes() -> None:
-    """End the processes of Ray that have no work here: one looks for new lines in every log file
-    ten times a second, for drivers that print them; one would start nodes; one serves the
-    dashboard that is left out. They hold 150 MiB."""
-    import ray
-    from ray._private import ray_constants
+@contextlib.contextmanager
+def _without_idle_processes() -> Iterator[None]:
+    """Have Ray leave out the processes that have no work here: one looks for new lines in every log
+    file ten times a second, for drivers that print them; one would start nodes; one serves the
+    dashboard that is left out. They hold 150 MiB, and Ray's start waits for the last one."""
+    from ray._private.node import Node
 
-    node = ray._private.worker._global_node
-    if node is not None:
-        for kind in (
-            ray_constants.PROCESS_TYPE_LOG_MONITOR,
-            ray_constants.PROCESS_TYPE_MONITOR,
-            ray_constants.PROCESS_TYPE_DASHBOARD,
-        ):
-            if kind in node.all_processes:
-                node._kill_process_type(kind, check_alive=False, wait=True)
+    starts = ("start_log_monitor", "start_monitor", "start_api_server")
+    own = {name: getattr(Node, name) for name in starts}
+    for name in starts:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start in own.items():
+            setattr(Node, name, start)

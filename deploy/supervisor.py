@@ -22,7 +22,9 @@ from sluice.deploy.config import SluiceConfig
 from sluice.deploy.driver import Event
 from sluice.deploy.leftovers import Cleaner
 from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
+from sluice.deploy.ray_start import PHASES_FILE
 from sluice.replica.private_dir import make_private_dir
+from sluice.telemetry.phases import Phases
 
 _POLL_S = 0.2
 
@@ -75,12 +77,15 @@ class Supervised:
     def __init__(self, config: SluiceConfig, report: Callable[[str], None]) -> None:
         self._config = config
         self._report = report
+        # So long this process has computed, which is nearly all that it has done so far.
+        self._zero_s = time.monotonic() - time.process_time()
         self._begin()
 
     def _begin(self) -> None:
         self._parts: dict[int, tuple[psutil.Process, str]] = {}
         self._local_dir = make_private_dir()
         self._cleaner = Cleaner(self._local_dir)
+        self._phases = Phases(self._local_dir / PHASES_FILE, self._zero_s)
         self._connection, its = multiprocessing.Pipe()
         # A fork has imported what it needs; a collection would copy the memory that they share.
         gc.freeze()
@@ -99,8 +104,11 @@ class Supervised:
         for left in reversed(range(_TRIES)):
             try:
                 return self._start(stop)
-            except _TooSlowError as error:
-                if not left:
+            except (StartError, RayEndedError) as error:
+                if not isinstance(error, _TooSlowError) or not left:
+                    self._show_phases()
+                    if phases := self._phases.unfinished():
+                        error.args = (f"{error} (in: {phases})",)
                     raise
                 self._report(f"this machine is busy: {error}; starting it again")
                 self.end()
@@ -115,6 +123,7 @@ class Supervised:
             if stop.is_set():
                 raise StoppedError("stopped before the application was ready")
             message = self._next_message()
+            self._show_phases()
             now_s = time.monotonic()
             if message is not None:
                 last_s = now_s
@@ -165,6 +174,7 @@ class Supervised:
         vital = {pid: part for pid, part in self._parts.items() if part[1] in _VITAL}
         self._parts = vital
         while not stop.wait(_POLL_S):
+            self._show_phases()  # of a further replica
             dead = self._ended()
             if dead:
                 raise RayEndedError(
@@ -195,6 +205,7 @@ class Supervised:
                 process.kill()
         self._driver.kill()
         self._driver.join()
+        self._phases.close()
         self._cleaner.clean()
 
     def _next_message(self) -> _Message | None:
@@ -202,6 +213,10 @@ class Supervised:
             return self._messages.get(timeout=_POLL_S)
         except queue.Empty:
             return None
+
+    def _show_phases(self) -> None:
+        for line in self._phases.news():
+            self._report(line)
 
     def _descendants(self) -> list[psutil.Process]:
         try:

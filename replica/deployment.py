@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -23,7 +24,7 @@ from sluice.controller.observability.metrics import MetricsPusher
 from sluice.protocol.requests import EngineRequest, Progress, ResponseItem, ResponseTaken
 from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.engine import ConfigurationError, Engine
+from sluice.replica.engine import ConfigurationError, Engine, EngineInfo
 from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.processes import core_of, has_cuda_vllm, start_fork_server
 from sluice.replica.server import Replica
@@ -36,6 +37,7 @@ from sluice.scheduling.fleet.ranks import rank_name, rank_of
 from sluice.scheduling.roles import Role
 from sluice.simulation.rows import compile_now
 from sluice.telemetry.logs import TelemetryConfig, configure_logs
+from sluice.telemetry.phases import phase
 from sluice.telemetry.tracing import make_tracer
 
 # A replica's ranks. With data parallelism it has several engines, each with a queue of its own.
@@ -55,10 +57,12 @@ class Ranks:
         self.replica_id = replica_id
         self.replicas = replicas
 
-    async def start(self) -> None:
-        """Start every rank. Raises EngineDeadError: an engine could not start."""
+    async def start(self, first: Awaitable[EngineInfo] | None = None) -> None:
+        """Start every rank; ``first``: the start of the first engine, if it has begun. Raises
+        EngineDeadError: an engine could not start."""
         for each in self.replicas:
-            await each.start()
+            await each.start(first)
+            first = None
 
     def chosen(self, request: EngineRequest) -> Replica:
         """The rank that a request names, or else the one with the fewest live requests."""
@@ -172,13 +176,6 @@ class ReplicaServer:
         process = f"replica-{replica_id}"
         configure_logs(telemetry.logs, process)
         self._tracer = make_tracer(telemetry.tracing, process)
-        registry = CollectorRegistry(auto_describe=False)
-        self._client = ControllerClient(
-            fleet_name(context.app_name, key),
-            controller,
-            registry=registry,
-            replica_id=replica_id,
-        )
         if on_ray(engine.vllm_args):
             # The engine's process, which starts the workers, must not look for another cluster.
             os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
@@ -191,6 +188,16 @@ class ReplicaServer:
                 traced=self._tracer is not None,
                 role=role,
             )
+        # The controller starts, or is found, while the engine does.
+        starting = asyncio.create_task(_started(made[0], engine))
+        registry = CollectorRegistry(auto_describe=False)
+        self._client = await asyncio.to_thread(
+            phase("replica: find the controller")(ControllerClient),
+            fleet_name(context.app_name, key),
+            controller,
+            registry=registry,
+            replica_id=replica_id,
+        )
         self._elastic = replica.elastic
         self._port = DirectPort(ray.util.get_node_ip_address())
         self._role = role
@@ -209,11 +216,8 @@ class ReplicaServer:
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
-            if engine.kind == "simulated":  # vLLM's scheduler warms up in its own process
-                await asyncio.to_thread(warm_up, engine.policy, engine.policy_options)
-                await asyncio.to_thread(compile_now)
             with _configuration_errors():
-                await self._ranks.start()
+                await self._ranks.start(starting)
         except BaseException:
             await self._ranks.stop()
             raise
@@ -279,6 +283,20 @@ class ReplicaServer:
         await self._client.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.shutdown)
+
+
+async def _started(engine: Engine, config: EngineConfig) -> EngineInfo:
+    """Start an engine. Raises EngineDeadError."""
+    if config.kind == "simulated":  # vLLM's scheduler warms up in its own process
+        await asyncio.to_thread(warm_up, config.policy, config.policy_options)
+        await asyncio.to_thread(compile_now)
+    gc.disable()  # collections take a quarter of the time in which vLLM is imported
+    try:
+        return await engine.start()
+    finally:
+        gc.collect()
+        gc.freeze()  # what is imported is looked through no more
+        gc.enable()
 
 
 @contextmanager

@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import sys
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import ConfigurationError
@@ -52,58 +48,14 @@ def fault(engine: EngineConfig, role: Role, here: bool) -> str | None:
         prepare_environment(model, engine.pin_cpu, engine.preemption)
         arguments = engine_arguments(engine, model, settings, role)
         if _is_here(model):
-            vllm_config = engine_config(arguments)
-            _look_up(arguments, vllm_config)
-    except ValidationError as error:  # of vLLM, whose text shows its whole input
-        return "; ".join(each["msg"] for each in error.errors())
+            engine_config(arguments)
     except (ValueError, ConfigurationError) as error:
         return str(error)
     except OSError:
         return None  # of files or the network: the start says so
-    except Exception as error:  # such as a KeyError of a registry: the start would end with it, too
+    except Exception as error:  # the start would end with it, too
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _look_up(arguments: Any, vllm_config: Any) -> None:
-    """Find what is configured by name. What this vLLM looks up elsewhere is left to the start."""
-    resolve = "utils.import_utils:resolve_obj_by_qualname"
-    lookups = [
-        ("load-format", "model_executor.model_loader:get_model_loader", vllm_config.load_config),
-        ("worker-cls", resolve, arguments.worker_cls),
-        ("worker-extension-cls", resolve, arguments.worker_extension_cls),
-        (
-            "tokenizer-mode",
-            "tokenizers.registry:TokenizerRegistry.load_tokenizer_cls",
-            vllm_config.model_config.tokenizer_mode,
-        ),
-        (
-            "logits-processors",
-            "v1.sample.logits_processor:_load_logitsprocs_by_fqcns",
-            arguments.logits_processors,
-        ),
-        (
-            "ec-transfer-config",
-            "distributed.ec_transfer.ec_connector.factory:ECConnectorFactory.get_connector_class",
-            vllm_config.ec_transfer_config,
-        ),
-    ]
-    for option, function, value in lookups:
-        if not value or value == "auto":
-            continue
-        try:
-            look_up = pkgutil.resolve_name(f"vllm.{function}")
-        except (ImportError, AttributeError):
-            continue
-        try:
-            look_up(value)
-        except Exception as error:
-            raise ValueError(f"vllm_args: {option}: {error}") from error
-    if plugin := arguments.io_processor_plugin:
-        from vllm.plugins import IO_PROCESSOR_PLUGINS_GROUP, load_plugins_by_group
-
-        if plugin not in load_plugins_by_group(IO_PROCESSOR_PLUGINS_GROUP):
-            raise ValueError(f"vllm_args: io-processor-plugin: {plugin} is not installed")
 
 
 def _is_here(model: str) -> bool:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
@@ -278,9 +278,10 @@ class Replica:
         """API calls in the engine now."""
         return len(self._pumps)
 
-    async def start(self) -> EngineInfo:
-        """Start the engine, then the reports. Raises EngineDeadError: it could not start."""
-        self._info = await self.engine.start()
+    async def start(self, engine: Awaitable[EngineInfo] | None = None) -> EngineInfo:
+        """Start the engine, unless ``engine`` is its start, then the reports. Raises
+        EngineDeadError: it could not start."""
+        self._info = await (engine or self.engine.start())
         member = Membership(
             self.replica_id,
             self._node_id,

@@ -31,6 +31,7 @@ from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.autoscaling.base import STARTUP_S
 from sluice.scheduling.roles import Role
 from sluice.telemetry.logs import TelemetryConfig, configure_logs
+from sluice.telemetry.phases import phase
 from sluice.telemetry.tracing import make_tracer
 
 
@@ -55,12 +56,13 @@ class _Part:
     ) -> None:
         context = serve.get_replica_context()
         self.metrics = metrics = RouterMetrics()
-        self.client = ControllerClient(
-            fleet_name(context.app_name, model.key),
-            model.controller,
-            config.decision_timeout_s,
-            registry=metrics.registry,
-        )
+        with phase("router: find the controller"):
+            self.client = ControllerClient(
+                fleet_name(context.app_name, model.key),
+                model.controller,
+                config.decision_timeout_s,
+                registry=metrics.registry,
+            )
         self.pusher = MetricsPusher(
             self.client, metrics.registry, f"router-{context.replica_id.unique_id}"
         )

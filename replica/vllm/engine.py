@@ -67,6 +67,7 @@ from sluice.scheduling.fleet.state import EngineState
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.preemption import TaskBounds
 from sluice.scheduling.roles import Role
+from sluice.telemetry.phases import phase
 
 if TYPE_CHECKING:
     from sluice.replica.vllm.client import ApiCall
@@ -248,9 +249,11 @@ class VllmEngine:
         self._models = launched.models
         self._reasoning_ends = reasoning_ends(launched.llm)
         logger.info("vLLM engine of %s started in %.1f s", model, time.monotonic() - started_s)
-        await warm_up(self, name, config.adapters)
+        with phase("replica: first use of features"):
+            await warm_up(self, name, config.adapters)
         self._table.clear_samples()
-        self._info = await self._describe(name, explicit)
+        with phase("replica: latency profile"):
+            self._info = await self._describe(name, explicit)
         if config.adapters_dir is not None:
             from sluice.replica.vllm.adapters import directory_adapters
 
@@ -261,7 +264,8 @@ class VllmEngine:
     async def _launch(self, model: str) -> Launched:
         config = self._config
         log = config.batch_log
-        prepare_environment(model, config.pin_cpu, config.preemption)
+        with phase("replica: import vLLM"):
+            prepare_environment(model, config.pin_cpu, config.preemption)
         if config.pin_cpu and workers(config.vllm_args) > 1:
             bind_workers(devices(config.vllm_args), self._cpu_core)
         # Once both processes have mapped the table its file is deleted, so none can be left behind.
@@ -286,7 +290,8 @@ class VllmEngine:
                 batch_log=None if log is None else Path(f"${batch_log}.jsonl"),
                 cpu_core=self._cpu_core if on_cpu() else None,
             )
-            arguments = engine_arguments(config, model, settings, self._role, self._traced)
+            with phase("replica: check the arguments"):
+                arguments = engine_arguments(config, model, settings, self._role, self._traced)
             return await launch(arguments, config.grammar_check_s)
 
     async def _describe(self, name: str, explicit: LatencyProfile | None) -> EngineInfo:

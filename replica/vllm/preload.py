@@ -3,16 +3,29 @@
 import gc
 
 import setproctitle
-import vllm.v1.engine.core  # noqa: F401
 
-import sluice.replica.grammar.check
-import sluice.replica.vllm.scheduler
-import sluice.replica.vllm.setup  # noqa: F401
 from sluice.replica.processes import end_with_parent
+from sluice.telemetry.phases import phase
 
 end_with_parent()
+gc.disable()  # collections take a quarter of an import's time, and find nothing
+with phase("fork server: import vLLM"):
+    import vllm.v1.engine.core  # noqa: F401
+    from vllm.v1.executor.abstract import Executor
+
+    import sluice.replica.grammar.check
+    import sluice.replica.vllm.scheduler
+    import sluice.replica.vllm.setup  # noqa: F401
+for method, name in {
+    "__init__": "load the model",
+    "determine_available_memory": "profile memory",
+    "initialize_from_config": "allocate the KV cache",
+    "compile_or_warm_up_model": "compile and warm up",
+}.items():
+    setattr(Executor, method, phase(f"engine: {name}")(getattr(Executor, method)))
 # It finds its place beside the environment, which forks replace.
 setproctitle.getproctitle()
 # A collection in a fork would write to each object, and so copy the memory that they share.
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -57,6 +57,7 @@ from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.request.kernels import RUNNING
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
+from sluice.telemetry.phases import phase
 from sluice.telemetry.records import RecordLog
 
 logger = logging.getLogger(__name__)
@@ -79,10 +80,9 @@ class PlanMixin(_Base):
         end_with_parent()
         super().__init__(*args, **kwargs)
         settings = _settings(self.vllm_config)
-        started_s = time.monotonic()
-        warm_up(settings.policy, settings.policy_options)
-        row_counts.compile_now()
-        logger.info("policy loaded in %.1f s", time.monotonic() - started_s)
+        with phase("engine: policy"):
+            warm_up(settings.policy, settings.policy_options)
+            row_counts.compile_now()
         log = RecordLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         make = settings.make_policy

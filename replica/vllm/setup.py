@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import pkgutil
 import shutil
 import sys
 from functools import cache
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from llvmlite.binding import ffi  # type: ignore[import-untyped]
+from pydantic import ValidationError
 
 from sluice.protocol.requests import Endpoint
 from sluice.replica.config import EngineConfig, TransferConfig
@@ -29,6 +31,7 @@ from sluice.replica.vllm.contract import ASYNC_TRANSFER, age, located
 from sluice.replica.vllm.serving import Serving, servings
 from sluice.replica.vllm_args import by_option, check_names, workers
 from sluice.scheduling.roles import Role
+from sluice.telemetry.phases import phase
 
 _PREEMPTION: Final = "sluice.replica.preemption"
 """By name only, as vLLM finds what is in it: the package is built on this one."""
@@ -316,15 +319,70 @@ def engine_config(arguments: Any) -> Any:
     from sluice.replica.vllm.kv_connector import check_model
     from sluice.replica.vllm.support import check_config
 
-    vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(
-        usage_context=UsageContext.OPENAI_API_SERVER
-    )
-    check_config(vllm_config)
-    settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
-    if settings.preemption is not None:
-        importlib.import_module(f"{_PREEMPTION}.support").check_preemption(vllm_config)
-    check_model(vllm_config)
+    try:
+        vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(
+            usage_context=UsageContext.OPENAI_API_SERVER
+        )
+        check_config(vllm_config)
+        settings = SchedulerSettings.from_additional_config(vllm_config.additional_config)
+        if settings.preemption is not None:
+            importlib.import_module(f"{_PREEMPTION}.support").check_preemption(vllm_config)
+        check_model(vllm_config)
+        _look_up(arguments, vllm_config)
+    except ValidationError as error:  # of vLLM, whose text shows its whole input
+        raise ValueError("; ".join(each["msg"] for each in error.errors())) from error
+    except (AssertionError, AttributeError, ImportError, LookupError, TypeError) as error:
+        # Such as a KeyError of a registry.
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     return vllm_config
+
+
+def _look_up(arguments: Any, vllm_config: Any) -> None:
+    """Find what is configured by name. What this vLLM looks up elsewhere is left to the engine's
+    process. Raises ValueError: there is no such thing."""
+    resolve = "utils.import_utils:resolve_obj_by_qualname"
+    own_format = arguments.load_format not in (None, "auto")
+    lookups = [
+        (
+            "load-format",
+            "model_executor.model_loader:get_model_loader",
+            vllm_config.load_config if own_format else None,
+        ),
+        ("worker-cls", resolve, arguments.worker_cls),
+        ("worker-extension-cls", resolve, arguments.worker_extension_cls),
+        (
+            "tokenizer-mode",
+            "tokenizers.registry:TokenizerRegistry.load_tokenizer_cls",
+            vllm_config.model_config.tokenizer_mode,
+        ),
+        (
+            "logits-processors",
+            "v1.sample.logits_processor:_load_logitsprocs_by_fqcns",
+            arguments.logits_processors,
+        ),
+        (
+            "ec-transfer-config",
+            "distributed.ec_transfer.ec_connector.factory:ECConnectorFactory.get_connector_class",
+            vllm_config.ec_transfer_config,
+        ),
+    ]
+    for option, function, value in lookups:
+        # Sluice's own exist, and take seconds to import.
+        if not value or value == "auto" or str(value).startswith("sluice."):
+            continue
+        try:
+            look_up = pkgutil.resolve_name(f"vllm.{function}")
+        except (ImportError, AttributeError):
+            continue
+        try:
+            look_up(value)
+        except Exception as error:
+            raise ValueError(f"vllm_args: {option}: {error}") from error
+    if plugin := arguments.io_processor_plugin:
+        from vllm.plugins import IO_PROCESSOR_PLUGINS_GROUP, load_plugins_by_group
+
+        if plugin not in load_plugins_by_group(IO_PROCESSOR_PLUGINS_GROUP):
+            raise ValueError(f"vllm_args: io-processor-plugin: {plugin} is not installed")
 
 
 @cache
@@ -346,17 +404,18 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
     """Start the engine process and its serving layer. ``grammar_check_s``: CPU seconds of each
     phase of a check; 0: no check. Raises as ``engine_config``, and RuntimeError: it did not start.
     """
-    from starlette.datastructures import State
-    from vllm.usage.usage_lib import UsageContext
+    with phase("replica: configure vLLM"):
+        from starlette.datastructures import State
+        from vllm.usage.usage_lib import UsageContext
 
-    from sluice.replica.grammar.bound import BoundedGrammar
-    from sluice.replica.grammar.check import GrammarCheck
-    from sluice.replica.vllm.client import WatchedLLM
-    from sluice.replica.vllm.scheduler import SloAsyncScheduler, SloScheduler
-    from sluice.replica.vllm.support import APP_STATE, check_overrides
+        from sluice.replica.grammar.bound import BoundedGrammar
+        from sluice.replica.grammar.check import GrammarCheck
+        from sluice.replica.vllm.client import WatchedLLM
+        from sluice.replica.vllm.scheduler import SloAsyncScheduler, SloScheduler
+        from sluice.replica.vllm.support import APP_STATE, check_overrides
 
-    check_overrides("Sluice", SloScheduler, SloAsyncScheduler, WatchedLLM, BoundedGrammar)
-    vllm_config = engine_config(arguments)
+        check_overrides("Sluice", SloScheduler, SloAsyncScheduler, WatchedLLM, BoundedGrammar)
+        vllm_config = engine_config(arguments)
     if not getattr(vllm_config.parallel_config, "numa_bind", False):  # which needs spawned ones
         _fork_engines()
     grammars = None
@@ -364,11 +423,12 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
         grammars = GrammarCheck(vllm_config, grammar_check_s)
         grammars.start()  # while the engine loads
     try:
-        llm = WatchedLLM.from_vllm_config(
-            vllm_config=vllm_config,
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            disable_log_stats=arguments.disable_log_stats,
-        )
+        with phase("replica: the engine's process"):
+            llm = WatchedLLM.from_vllm_config(
+                vllm_config=vllm_config,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                disable_log_stats=arguments.disable_log_stats,
+            )
     except BaseException:
         if grammars is not None:
             grammars.stop()
@@ -378,9 +438,10 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
         await llm.collective_rpc("end_with_engine")
     if vllm_config.model_config.runner_type == "generate":
         choose_parser(arguments, llm.get_tokenizer())
-    state, tasks = State(), await llm.get_supported_tasks()
-    await located(APP_STATE).init_app_state(llm, state, arguments, supported_tasks=tasks)
-    return Launched(llm, state.openai_serving_models, servings(state, tasks))
+    with phase("replica: serving layer"):
+        state, tasks = State(), await llm.get_supported_tasks()
+        await located(APP_STATE).init_app_state(llm, state, arguments, supported_tasks=tasks)
+        return Launched(llm, state.openai_serving_models, servings(state, tasks))
 
 
 def _has_grammars(vllm_config: Any) -> bool:

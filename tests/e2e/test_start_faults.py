@@ -219,19 +219,23 @@ def test_a_start_ends_at_a_signal(tmp_path: Path, moment: str, number: signal.Si
             assert it.wait_end() == Exit.OK
 
 
+IDLE = "replica: {autoscaling: {min_replicas: 0, max_replicas: 1}}\n"
+"""No replica starts at first, so vLLM is asked in another process."""
+
+
 @pytest.mark.release
 @pytest.mark.vllm
-def test_nothing_is_ready_before_vllm_has_been_asked(tmp_path: Path) -> None:
-    """No replica, which would say the same, starts at first."""
+@pytest.mark.parametrize("replica", ["", IDLE])
+def test_nothing_is_ready_before_vllm_has_been_asked(tmp_path: Path, replica: str) -> None:
     config = tmp_path / "sluice.yaml"
-    config.write_text(
-        "engine: {vllm_args: {max-model-leng: 512}}\n"
-        "replica: {autoscaling: {min_replicas: 0, max_replicas: 1}}\n"
-    )
+    config.write_text(f"engine: {{vllm_args: {{max-model-leng: 512}}}}\n{replica}")
     with start(tmp_path, "--config", str(config)) as it:
         assert it.process.wait(timeout=300) == Exit.FAILED
         assert "max-model-leng is no option" in it.err
         assert "Ctrl-C stops" not in it.err
+        asked = "replica: check the arguments" if not replica else "vLLM: asked for its arguments"
+        assert f"  {asked}" in it.err
+        assert replica or f"(in: {asked})" in it.err
 
 
 @pytest.mark.release
@@ -250,7 +254,7 @@ def test_a_start_that_asks_vllm_ends_as_well(
     tmp_path: Path, part: str, number: signal.Signals
 ) -> None:
     config = tmp_path / "sluice.yaml"
-    config.write_text("engine: {vllm_args: {max-model-len: 512}}\n")
+    config.write_text(f"engine: {{vllm_args: {{max-model-len: 512}}}}\n{IDLE}")
     with start(tmp_path, "--config", str(config)) as it:
         asking = it.wait_for("dry run")
         found = {"supervisor": it.process, "dry run": asking}

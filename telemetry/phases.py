@@ -1,0 +1,77 @@
+"""The phases of a start. Each process logs its own; where ``sluice serve`` has started it, it also
+appends their begins and ends to one file, which the terminal shows line by line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
+
+FILE_VARIABLE: Final = "SLUICE_PHASES"
+"""The file of one ``sluice serve``; all processes that it starts inherit the variable."""
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """The block, or the decorated function, is a phase of a start."""
+    path = os.environ.get(FILE_VARIABLE)
+    # Linux has one monotonic clock for all processes.
+    begun_s = time.monotonic()
+    _append(path, name, begun_s, None)
+    how = ["failed"]
+    try:
+        yield
+        how.clear()
+    finally:
+        ended_s = time.monotonic()
+        _append(path, name, begun_s, ended_s, *how)
+        logger.info("%s, %.1f s", " ".join([name, *how]), ended_s - begun_s)
+
+
+def _append(path: str | None, *fact: Any) -> None:
+    if path is not None:
+        with suppress(OSError), open(path, "a") as file:  # noqa: PTH123
+            file.write(f"{json.dumps([os.getpid(), *fact])}\n")
+
+
+class Phases:
+    """Reads the phases of all processes that inherit ``path``. ``zero_s``: the begin of the start,
+    monotonic."""
+
+    def __init__(self, path: Path, zero_s: float) -> None:
+        path.touch(mode=0o600)
+        self._file = path.open()
+        self._zero_s = zero_s
+        self._open: dict[tuple[int, str], None] = {}
+        self._failed: dict[str, None] = {}
+
+    def news(self) -> list[str]:
+        """A line for each phase that has ended since the last call."""
+        lines = []
+        # A line is written at once, and so is read whole.
+        for line in self._file:
+            pid, name, begun_s, ended_s, *how = json.loads(line)
+            if ended_s is None:
+                self._open[pid, name] = None
+                continue
+            self._open.pop((pid, name), None)
+            if how:
+                self._failed[name] = None
+            words = " ".join([name, *how])
+            lines.append(f"{ended_s - self._zero_s:5.1f} s  {words}, {ended_s - begun_s:.1f} s")
+        return lines
+
+    def unfinished(self) -> str:
+        """The names of the phases that have failed, or else of those that have not ended."""
+        return "; ".join(self._failed or dict.fromkeys(name for _, name in self._open))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
