@@ -35,6 +35,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig, Speculation
+from sluice.simulation.device import Launches
 from sluice.simulation.requests import Requests
 from sluice.simulation.rows import (
     ACCEPTED,
@@ -43,6 +44,7 @@ from sluice.simulation.rows import (
     DROPPED,
     FINISHED,
     FREE_BLOCKS,
+    NEW,
     OFFSET,
     SHARED,
     SOLE,
@@ -60,13 +62,18 @@ _DRAWS = 4096
 
 
 class Truth:
-    """Step times with log-normal noise of mean 1. Raises ValueError for an impossible noise."""
+    """Step times with log-normal noise of mean 1. ``launches``: of a loop that plans each step
+    while the one before runs; ``None``: one at a time, planned in no time. Raises ValueError for an
+    impossible noise."""
 
-    def __init__(self, model: LatencyModel, noise: float = 0.03) -> None:
+    def __init__(
+        self, model: LatencyModel, noise: float = 0.03, launches: Launches | None = None
+    ) -> None:
         if not 0 <= noise < inf:
             raise ValueError(f"noise must be finite and >= 0, got {noise}")
         self.model = model
         self.noise = noise
+        self.launches = launches
 
 
 class Noise:
@@ -375,6 +382,9 @@ class VirtualEngine:
         self.cache: PrefixCache | None = None
         self._policy = policy
         self._truth_pieces = truth.model.pieces
+        self._launches = truth.launches
+        # Requests that came since the last step began, when the next one was planned.
+        self._unplanned: set[int] = set()
         self._requests = requests
         self._noise = Noise(truth.noise, rng)
         self._rng = rng
@@ -431,8 +441,12 @@ class VirtualEngine:
     @property
     def queue(self) -> QueueView:
         """Its live requests, as a policy sees them; valid until the next change."""
-        table = self._rows.table[: self.live]
-        return QueueView.of_table(self._shown_keys, table, self._requests.slos)
+        return self._queue_of(self.live)
+
+    def _queue_of(self, count: int) -> QueueView:
+        """The first ``count`` of them."""
+        table = self._rows.table[:count]
+        return QueueView.of_table(self._shown_keys[:count], table, self._requests.slos)
 
     @property
     def later(self) -> Floats | None:
@@ -505,6 +519,8 @@ class VirtualEngine:
         return int(np.flatnonzero(self._rows.keys[: self.live] == key)[0])
 
     def _enter(self, key: int, row: Floats, private: Ints, brought: bool = False) -> None:
+        if self._launches is not None:
+            self._unplanned.add(key)
         place = self._rows.append(key, row, private)
         self._shown_keys = self._rows.keys[: place + 1].copy()
         if self.cache is not None:
@@ -515,8 +531,9 @@ class VirtualEngine:
         can run."""
         if self.cache is not None:
             self.cache.refresh(self._rows)
-        if not self._start(self._plan(self._policy, now_s)):
-            if not self._start(self._plan(self._fallback, now_s)):
+        known = self._known()
+        if not self._start(self._plan(self._policy, now_s, known)):
+            if not self._start(self._plan(self._fallback, now_s, self.live)):
                 raise StuckError(
                     f"{self.live} requests are live at {now_s:.3f} s, {self.free_blocks} KV blocks "
                     f"are free, and policy {self._policy.name} and the fallback run none of them"
@@ -528,7 +545,17 @@ class VirtualEngine:
         self.busy_s += real_s
         return real_s
 
-    def _plan(self, policy: BatchPolicy, now_s: float) -> BatchPlan:
+    def _known(self) -> int:
+        """How many of the live requests the next plan sees: those that came before it was made, or
+        all where these have ended, as it was not made then."""
+        known, keys = self.live, self._rows.keys
+        while known and int(keys[known - 1]) in self._unplanned:
+            known -= 1
+        self._unplanned.clear()
+        return known or self.live
+
+    def _plan(self, policy: BatchPolicy, now_s: float, known: int) -> BatchPlan:
+        """The plan of the first ``known`` requests."""
         config = self.config
         budget = BatchBudget(
             config.max_batch_tokens,
@@ -540,7 +567,7 @@ class VirtualEngine:
         )
         if self.drafts is not None:
             self.drafts.show(self._rows.table[: self.live], self._rows.keys[: self.live])
-        return policy.plan(self.queue, now_s, self.planner.latency, budget)
+        return policy.plan(self._queue_of(known), now_s, self.planner.latency, budget)
 
     def _start(self, plan: BatchPlan) -> int:
         """Carry a plan out; return how many of its entries run."""
@@ -558,6 +585,10 @@ class VirtualEngine:
             self.planner.latency.correction,
             self._seconds,
         )
+        if self._launches is not None:
+            new = rows.step[:count, NEW]
+            launch_s = self._launches.launch_s(new.sum(), new[new > 1].sum())
+            self._seconds[TRUE_S] = max(self._seconds[TRUE_S], launch_s)
         if self.cache is not None:
             self.cache.settle(rows, admitted)
         self.dropped += int(rows.counters[DROPPED])

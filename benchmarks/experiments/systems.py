@@ -23,6 +23,7 @@ from sluice.scheduling.request.objective import SLO, GainWeights
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
+from sluice.simulation.device import Launches
 from sluice.simulation.engine import Belief, Truth
 from sluice.simulation.metrics import (
     Stages,
@@ -51,7 +52,7 @@ from sluice.simulation.wrapped import Note, Noted, Rejecting
 
 class Setup(NamedTuple):
     """An engine: real step times and those that planners start from, limits, noise (log deviation),
-    and whether planners know the real ones."""
+    whether planners know the real ones, and the launches of a loop that plans ahead."""
 
     name: str
     truth: LatencyModel
@@ -59,6 +60,7 @@ class Setup(NamedTuple):
     engine: EngineConfig
     noise: float = 0.03
     exact: bool = False
+    launches: Launches | None = None
 
 
 _SMALL = LinearLatency(a=0.009, b=8e-5, c=7e-8, d=2e-9)
@@ -172,7 +174,7 @@ def node_of(setup: Setup) -> Node:
     """A setup as a simulated replica."""
     believed = setup.believed.with_headroom(HEADROOM)
     belief = Belief(setup.truth, online=False) if setup.exact else Belief(believed)
-    return Node(Truth(setup.truth, setup.noise), belief, setup.engine)
+    return Node(Truth(setup.truth, setup.noise, setup.launches), belief, setup.engine)
 
 
 def lengths_of(workload: Workload, oracle: bool, seed: int) -> OracleLengths | TaskLengths:

@@ -19,6 +19,8 @@ import click
 from sluice.benchmarks.live.report import table
 from sluice.benchmarks.options import number_option, show
 from sluice.replica.vllm.local_model import local_model
+from sluice.scheduling.latency.model import LinearLatency
+from sluice.simulation.device import Device, Launches
 
 from . import in_process  # noqa: F401  # isort: skip  # it sets what vLLM reads on import
 from sluice.benchmarks.live.step_rates import Core, Counting, compare  # isort: skip
@@ -26,7 +28,7 @@ from sluice.benchmarks.live.step_rates import Core, Counting, compare  # isort: 
 from .timed_device import TimedDevice, Times  # isort: skip
 
 
-class Device(TimedDevice):
+class NotingDevice(TimedDevice):
     """Takes the same time for each batch, and notes sequences and tokens of each in ``ran``."""
 
     ran: list[tuple[int, int]]
@@ -36,7 +38,7 @@ class Device(TimedDevice):
         return super().execute_model(output, non_block)
 
 
-class PipelinedDevice(Device):
+class PipelinedDevice(NotingDevice):
     """Has the next batch ready while it computes one."""
 
 
@@ -47,12 +49,12 @@ class PipelinedDevice(Device):
 @click.option("--policy", default="deadline_triage", show_default=True, help="Sluice's policy.")
 def main(rounds: int, requests: int, step_ms: int, policy: str) -> None:
     """Compare the rates of steps."""
-    # It is launched in no time.
-    Device.times = Times(step_ms / 1e3, 0.0, 0.0, 0.0, 0.0, scale=1.0, asynchronous=False)
-    PipelinedDevice.times = Device.times._replace(asynchronous=True)
+    steps, in_no_time = LinearLatency(step_ms / 1e3, 0.0), Launches(0.0, 0.0, 0.0)
+    NotingDevice.times = Times(Device(steps, in_no_time), 1.0, asynchronous=False)
+    PipelinedDevice.times = NotingDevice.times._replace(asynchronous=True)
     kinds = {
         "model": Counting,
-        "device": Device,
+        "device": NotingDevice,
         "device, asynchronous": PipelinedDevice,
     }
     args = {

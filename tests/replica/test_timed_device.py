@@ -8,6 +8,9 @@ import pytest
 
 from sluice.replica.vllm.local_model import local_model
 
+from .recorded import RECORDED
+from .test_recorded import assert_alike
+
 pytestmark = pytest.mark.vllm
 
 REQUESTS = 24
@@ -36,3 +39,14 @@ def test_each_request_has_its_tokens_under_both_schedulers(
             core.round(system, REQUESTS)  # it raises if a token is lost
     finally:
         core.core.shutdown()
+
+
+def test_stock_vllm_beside_it_has_the_times_that_were_recorded_on_an_h100() -> None:
+    from .virtual_core import VirtualCore
+
+    core = VirtualCore()
+    try:
+        for load, known in RECORDED.items():
+            assert_alike(core.run(load), known)
+    finally:
+        core.close()

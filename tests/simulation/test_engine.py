@@ -20,6 +20,7 @@ from sluice.scheduling.request.kernels import EXPECTED
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig, Speculation
+from sluice.simulation.device import Launches
 from sluice.simulation.engine import Belief, StuckError, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.rows import (
@@ -108,6 +109,7 @@ def test_two_prompts_share_a_step_and_then_decode_together() -> None:
     name=st.sampled_from(sorted(POLICIES)),
     patience_s=st.sampled_from([0.05, 30.0]),
     speculation=st.sampled_from([None, None, Speculation(alpha=0.7, length=3)]),
+    launches=st.sampled_from([None, Launches(0.001, 0.01, 0.02, 64)]),
     data=st.data(),
 )
 def test_nothing_is_lost_and_everything_is_given_back(
@@ -116,9 +118,11 @@ def test_nothing_is_lost_and_everything_is_given_back(
     name: str,
     patience_s: float,
     speculation: Speculation | None,
+    launches: Launches | None,
     data: st.DataObject,
 ) -> None:
-    """Of both tiers, of one stage or several, with shared prefixes and drafts."""
+    """Of both tiers, of one stage or several, with shared prefixes and drafts, also planned one
+    step ahead."""
     config = config.model_copy(update={"speculation": speculation})
     policy = make_policy(name, {}, BestEffortOptions(patience_s=patience_s, aged_share=0.2))
     requests = Requests(load)
@@ -126,7 +130,8 @@ def test_nothing_is_lost_and_everything_is_given_back(
     for key, best_effort in enumerate(flags):
         requests.serve_as(key, best_effort)
     belief, rng = Belief(MODEL.with_headroom(1.05)), np.random.default_rng(7)
-    engine = VirtualEngine(config, policy, belief, Truth(MODEL, 0.1), requests, rng)
+    truth = Truth(MODEL, 0.1, launches)
+    engine = VirtualEngine(config, policy, belief, truth, requests, rng)
     drive(engine, requests)
     assert engine.live == engine.running == engine.held_blocks == 0
     assert engine.free_blocks == config.kv_blocks
@@ -310,6 +315,18 @@ def test_lengths_follow_the_acceptance_that_an_engine_learns() -> None:
         return result.checked_drafts / result.steps[0]
 
     assert checked(0.0) < 0.2 < 2 < checked(0.6) < checked(0.9)
+
+
+def test_a_loop_plans_while_a_step_runs_and_a_step_is_as_long_as_its_launch() -> None:
+    launches = Launches(0.001, 0.005, 0.02, graph_tokens=64)
+    truth = Truth(LinearLatency(0.002, 1e-5), 0.0, launches)
+    # The second one comes in the first step, when the next has been planned.
+    load = workload((0.0, 65, 4), (0.01, 40, 2))
+    times = simulate(load, make_policy("fcfs"), truth).requests.emitted_s
+    decode_s = 0.002 + 1e-5
+    first = [0.02, 0.02 + decode_s, 0.025 + decode_s, 0.025 + 2 * decode_s + 1e-5]
+    assert times[:4] == pytest.approx(first)
+    assert times[4:] == pytest.approx(first[2:])
 
 
 def test_impossible_engines_are_refused() -> None:
