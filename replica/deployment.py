@@ -223,8 +223,6 @@ class ReplicaServer:
             raise
         self._configured.start(context.replica_id.deployment_id)
         self._pusher.start()
-        # A collection would look at all that was imported, which holds up every stream.
-        gc.freeze()
 
     async def generate(
         self, request: EngineRequest, _target: str | None = None
