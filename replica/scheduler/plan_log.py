@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping
@@ -81,8 +82,9 @@ class Planned(NamedTuple):
 
 
 def read_plans(path: Path) -> Iterator[Planned]:
-    """The plans of a batch log in their order. Raises ValueError: it is none; OSError."""
-    with path.open(encoding="utf-8") as lines:
+    """The plans of a batch log, ``.gz`` or not, in their order. Raises ValueError: it is none;
+    OSError."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 return  # the engine was killed
