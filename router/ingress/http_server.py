@@ -365,7 +365,7 @@ class _Exchange(RequestResponseCycle):
     _head = b""
     _left: int | None = None
     """Bytes of the body to come, if the answer states its length."""
-    _told: Callable[[str], None] | None = None
+    _notify: Callable[[str], None] | None = None
 
     def stop(self) -> None:
         """Tell the application that the router stops."""
@@ -373,16 +373,16 @@ class _Exchange(RequestResponseCycle):
         self.message_event.set()
         self.tell()
 
-    def watch(self, told: Callable[[str], None] | None) -> None:
+    def watch(self, notify: Callable[[str], None] | None) -> None:
         """See :data:`sluice.router.wire.WATCH`."""
-        self._told = told
+        self._notify = notify
         self.tell()
 
     def tell(self) -> None:
         """Tell who watches if the client has left, or the router stops."""
-        if self._told is not None and (self.disconnected or self._stops):
-            told, self._told = self._told, None
-            told("http.disconnect" if self.disconnected else wire.STOP_MESSAGE)
+        if self._notify is not None and (self.disconnected or self._stops):
+            notify, self._notify = self._notify, None
+            notify("http.disconnect" if self.disconnected else wire.STOP_MESSAGE)
 
     async def receive(self) -> Any:
         """Called by the application, like :meth:`send`."""
