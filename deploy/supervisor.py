@@ -57,7 +57,7 @@ _VITAL = ("gcs_server", "raylet")
 
 _PARTS = re.compile(
     r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)"
-    r"|\S*python\S* .*/ray/\S*((?:dashboard|runtime_env)/agent)\S*\.py\b"  # without a title yet
+    r"|\S*python\S* .*/ray/\S*(runtime_env/agent)\S*\.py\b"  # without a title yet
 )
 """Command lines of the processes that a start needs from when they begin to its end."""
 

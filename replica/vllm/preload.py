@@ -16,6 +16,9 @@ with phase("fork server: import vLLM"):
     import sluice.replica.grammar.check
     import sluice.replica.vllm.scheduler
     import sluice.replica.vllm.setup  # noqa: F401
+    from sluice.scheduling.request.kernels import load_numba
+
+    load_numba()
 for method, name in {
     "__init__": "load the model",
     "determine_available_memory": "profile memory",

@@ -10,14 +10,14 @@ import logging
 import operator
 import re
 import sys
+import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
-from numba import config, njit
 from numpy.typing import NDArray
 
 from sluice.scheduling.request import deadline
@@ -133,6 +133,53 @@ def compiled(function: F) -> F:
     (``NUMBA_CACHE_DIR``, beside the source, or the user's cache) until a module changes that its
     own imports; numba alone would look at its own file only. Numbers are converted to their
     annotated types, so that an integer compiles nothing again; that costs some 50 us."""
+    if _loaded.is_set():
+        return cast(F, _compiler(function))
+    _packages.add(function.__module__.partition(".")[0])
+    return cast(F, _Deferred(function))
+
+
+# Most processes read configurations and compile nothing: they need no numba, which takes 40 MiB and
+# half a second. The first call of a compiled function loads it.
+_loaded = threading.Event()
+_loading = threading.Lock()
+_packages: set[str] = set()
+
+
+class _Deferred:
+    """A compiled function until numba is loaded."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @cached_property
+    def made(self) -> Any:
+        """numba's function."""
+        return _compiler(self._function)
+
+    def __call__(self, *args: Any) -> Any:
+        load_numba()
+        return self.made(*args)
+
+
+def load_numba() -> None:
+    """Put numba's functions in the place of deferred ones, in all modules of packages that have
+    some. Not needed before a call, which does it."""
+    with _loading:
+        if _loaded.is_set():
+            return
+        _loaded.set()
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in _packages:
+                for key, value in list(vars(module).items()):
+                    if isinstance(value, _Deferred):
+                        setattr(module, key, value.made)
+
+
+def _compiler(function: Callable[..., Any]) -> Any:
+    """numba's form of ``function``."""
+    from numba import config, njit
+
     wanted = config.CACHE_DIR or str(Path(function.__code__.co_filename).parent)
     try:
         made = njit(cache=True, nogil=True)(function)
@@ -161,7 +208,7 @@ def compiled(function: F) -> F:
     # numba calls it with arguments of types that it has no machine code for, and then the machine
     # code that it returns, which converts the arguments.
     made._compile_for_args = compile_as_annotated
-    return cast(F, made)
+    return made
 
 
 @cache

@@ -52,8 +52,8 @@ CALL = """\
 import sys
 import sluice.scheduling
 sluice.scheduling.__path__.append(sys.argv[1])
-from sluice.scheduling.{name}_outer import outer
-print(outer(2.0), sum(outer.stats.cache_hits.values()))
+from sluice.scheduling import {name}_outer as loops
+print(loops.outer(2.0), sum(loops.outer.stats.cache_hits.values()))
 """
 
 
@@ -79,6 +79,25 @@ def test_a_loop_is_compiled_again_after_a_change_of_what_it_uses(
     assert [called(), called()] == [(6.0, 0), (6.0, 1)]
     write(base=BASE.replace("3", "4"))
     assert [called(), called()] == [(7.0, 0), (7.0, 1)]
+
+
+def test_a_process_loads_numba_once_it_calls_a_compiled_function_and_then_all_modules_have_it():
+    run("""
+import sys
+import sluice.controller.observability.observer
+import sluice.deploy.supervisor
+import sluice.router.app
+from sluice.controller.config import ControllerConfig
+from sluice.scheduling.request import kernels
+ControllerConfig()
+assert "numba" not in sys.modules
+assert kernels.next_due_s(0.0, 1.0, 2.0, 0.1, float('inf'), 0.0, 0.0, 0) == 3.0
+from numba.core.registry import CPUDispatcher
+names = [name for name in sys.modules if name.startswith("sluice.")]
+found = [value for name in names for value in vars(sys.modules[name]).values()]
+assert not any(isinstance(each, kernels._Deferred) for each in found)
+assert sum(isinstance(each, CPUDispatcher) for each in found) > 100
+""")
 
 
 # Each policy in a process of its own, as one would load the loops of the next: children of one that
