@@ -392,6 +392,11 @@ LATE_SHARE = 0.1
 """Otherwise late requests have this share of the running sequences, but at least one sequence."""
 
 
+QUIET = 3.0
+"""Neither holds, and the tail has its largest share, once no request has come for this many times
+as long as those in the queue took to come: the overload is over."""
+
+
 class Limits(NamedTuple):
     """What bounds the start of shed prefills.
 
@@ -507,7 +512,8 @@ class DeadlineTriage(BatchPolicy):
        is not shed: it goes as far to the front as makes no kept one late.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. All decodes come first while the kept prefills can afford it.
-    4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog.
+    4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog, until
+       the overload is over (``QUIET``).
     5. *Ageing*: requests older than ``patience_s`` get ``aged_share`` (``AgedLane``); a decode late
        for longer is in every batch.
 
@@ -638,15 +644,17 @@ class DeadlineTriage(BatchPolicy):
         # 4. The tail.
         if len(shed):
             calm = not len(kept) and not decodes.live.any()
+            over = not len(kept) and self._overload_is_over(table[:, ARRIVAL], now_s)
             if calm:
                 # No request limits the batch: it is full if the queue has no deadline at all.
                 tail_s = LONGEST_STEPS * fixed_s if np.isfinite(left_s).any() else inf
             else:
-                # Less than 0.8 from 0.3 s of shed work on.
-                share = min(0.8, max(0.1, 0.3 / max(float(work_s[shed].sum()), 1e-9)))
+                # Less than 0.8 from 0.3 s of shed work on, for the sake of requests to come.
+                least = 0.8 if over else 0.1
+                share = min(0.8, max(least, 0.3 / max(float(work_s[shed].sum()), 1e-9)))
                 tail_s = share * min(decodes.least_step_s, LONGEST_STEPS * fixed_s)
             limits = Limits(
-                standby_prompts(table, pieces, decodes, fixed_s),
+                inf if over else standby_prompts(table, pieces, decodes, fixed_s),
                 int(np.searchsorted(decodes.left_s, 0.0)),
                 active,
                 # With nothing else to run, a prompt of nearly all blocks must not wait for it.
@@ -660,6 +668,13 @@ class DeadlineTriage(BatchPolicy):
         if batch.empty:
             batch.spare(0)
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
+
+    def _overload_is_over(self, arrived_s: Floats, now_s: float) -> bool:
+        """Whether no request has come for ``QUIET`` times as long as these took to come, or as
+        the least TTFT."""
+        newest_s = float(arrived_s.max())
+        took_s = max(self._least_ttft_s, newest_s - float(arrived_s.min()))
+        return now_s - newest_s > QUIET * took_s
 
     def _until_s(
         self,

@@ -269,3 +269,19 @@ def test_the_wait_of_a_late_request_is_bounded_while_others_keep_the_engine_full
     (first_s,) = run(policy, [(shed, 1), *OVERLOAD], MODEL, until="shed").tokens_s["shed"]
     assert first_s <= patience_s + 0.090 / share + 1.0
     assert promised or first_s > patience_s
+
+
+def test_outputs_that_would_all_be_late_begin_once_nothing_else_comes() -> None:
+    slo, strict, now_s = SLO(ttft_s=0.5, tpot_s=0.1), SLO(ttft_s=0.1, tpot_s=0.1), 100.0
+    hopeless = [prefill(f"h{i}", 20, strict, arrival_s=60.0) for i in range(3)]
+
+    def begun(arrival_s: float) -> int:
+        answers = [
+            decode(f"d{i}", slo, context=150, arrival_s=arrival_s, first_token_s=now_s)
+            for i in range(5)
+        ]
+        return len(planned(*answers, *hopeless, now_s=now_s)) - len(answers)
+
+    # All took 11 s to come and nothing has come for 29 s, then 9 s and 31 s.
+    assert begun(71.0) == 0
+    assert begun(69.0) == 3
