@@ -148,36 +148,25 @@ class ChannelStream:
             self.channel.cancel(self.number)
 
     def take(self, delivery: Delivery) -> bool:
-        """Forward a delivery, or store it for the reader. Returns whether it was the last one."""
+        """Store a delivery for the reader, or to be forwarded at the end of this turn of the event
+        loop. Returns whether it was the last one."""
         items, waiter = self.items, self.waiter
         self.responded = True
-        if (
-            self.forward is not None
-            and waiter is not None
-            and not waiter.done()
-            and delivery.tail is None
-            and delivery.ending is None
-            and delivery.head is None
-            and delivery.taken is None
-            and delivery.sent is None
-        ):
-            try:
-                if not self.forward(delivery.chunks):
-                    self.forward = None
-            except Exception as error:  # of this stream; the connection has others
-                self.failure = error
-                self._wake()
-            self._read(cost(delivery.chunks))
-            return False
+        forwarded = self.forward is not None and waiter is not None and not waiter.done()
         if delivery.taken is not None:
             items.append(delivery.taken)
+            forwarded = False
         if delivery.head is not None:
             items.append(delivery.head)
+            forwarded = False
         if delivery.chunks:
             self.size += cost(delivery.chunks)
+            if forwarded and not items:
+                self.channel.forward_soon(self)
             items += delivery.chunks
         if delivery.sent is not None:
             items.append(delivery.sent)
+            forwarded = False
         if delivery.tail is not None:
             items.append(delivery.tail)
             self.over = True
@@ -185,8 +174,23 @@ class ChannelStream:
             self.over = True
             if delivery.ending is not Ending.EARLY:
                 self.failure = _failure_of(delivery.ending)
-        self._wake()
+        if not forwarded or self.over:
+            self._wake()
         return self.over
+
+    def forward_items(self) -> None:
+        """Forward what has arrived in this turn, unless the reader gets it."""
+        if self.forward is None or self.waiter is None or self.waiter.done() or not self.items:
+            return
+        items, self.items = self.items, []
+        size, self.size = self.size, 0
+        try:
+            if not self.forward(items):
+                self.forward = None
+        except Exception as error:  # of this stream; the connection has others
+            self.failure = error
+            self._wake()
+        self._read(size)
 
     def lose(self, expected: bool) -> None:
         """The connection ended. A replica that had announced that it would leave has not started
@@ -215,6 +219,7 @@ class Channel(Caller):
         self._streams: dict[int, ChannelStream] = {}
         self._paused = False
         self._unsent: list[bytes] = []
+        self._arrived: list[ChannelStream] = []
         self.leaving = False
         """The replica has announced that it is about to leave."""
 
@@ -243,6 +248,18 @@ class Channel(Caller):
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
         super().send(*unsent)
+
+    def forward_soon(self, stream: ChannelStream) -> None:
+        """Have a stream forward what it has at the end of this turn: a replica that is quick sends
+        several messages in one read, and each write costs as much as all else for a token."""
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._forward)
+        self._arrived.append(stream)
+
+    def _forward(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for stream in arrived:
+            stream.forward_items()
 
     def frame_received(self, frame: bytes | bytearray) -> None:
         """Forward arrived deliveries to their streams."""

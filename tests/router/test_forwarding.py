@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseHead
-from sluice.protocol.streams import WINDOW_BYTES
+from sluice.protocol.streams import WINDOW_BYTES, Delivery
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.dispatch.attempt import Attempt, Piece
 from sluice.router.serve.replicas import ChannelStream
@@ -126,6 +127,41 @@ async def test_tokens_need_no_turn_of_their_requests_task(
         assert running.edge.sample("sluice_tokens_total", **labels) == TOKENS
         gaps = running.edge.sample("sluice_inter_token_seconds_count", **{"class": "standard"})
         assert TOKENS / 2 < gaps < TOKENS
+
+
+class Waits(SimulatedEngine):
+    """Sends one token."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Any]:
+        yield ResponseHead(200, "text/event-stream")
+        yield ResponseChunk(b"data: 0\n\n", 1)
+        await asyncio.Event().wait()
+
+
+async def test_the_messages_of_one_read_leave_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with system(Waits) as running:
+        exchange = await ask(running)
+        await exchange.reader.readuntil(b"data: 0\n\n")
+        (stream,) = running.near.streams
+        await until(lambda: stream.forward is not None and stream.waiter is not None)
+        own, forwarded = stream.forward, []
+        assert own is not None
+
+        def forward(items: Sequence[Any]) -> bool:
+            forwarded.append(len(items))
+            return own(items)
+
+        monkeypatch.setattr(stream, "forward", forward)
+        frames = b""
+        for token in (b"1", b"2", b"3"):
+            chunks = [ResponseChunk(b"data: %b\n\n" % token, 1)]
+            frame = msgspec.msgpack.encode([Delivery(stream.number, None, None, chunks, None)])
+            frames += len(frame).to_bytes(4, "big") + frame
+        stream.channel.data_received(frames)
+        await exchange.reader.readuntil(b"data: 1\n\ndata: 2\n\ndata: 3\n\n")
+        assert forwarded == [3]
+        exchange.writer.close()
+        await until(lambda: not running.edge.sample("sluice_in_flight_requests"))
 
 
 class Floods(SimulatedEngine):
