@@ -35,6 +35,10 @@ _UNKNOWN = 25.0
 _FAR_STEPS = 4
 """Steps far off, or in a row off to one side, that may show a change."""
 
+_MAX_APART = 3.0
+"""Largest ratio of the factors. After some long steps of decodes a fit may find the fixed part
+slow and tokens almost free, so that each prompt is promised in no time."""
+
 
 class _Step(NamedTuple):
     """A step by its parts, the variance of steps known before it, and whether it was far off."""
@@ -94,6 +98,11 @@ class _Factors:
         self.fixed = min(max(self.fixed * change, 1.0 / MAX_FACTOR), MAX_FACTOR)
         change = max(0.5, 1.0 + min(max(to_work * off, -most), most))
         self.work = min(max(self.work * change, 1.0 / MAX_FACTOR), MAX_FACTOR)
+        apart = self.work / self.fixed
+        if not 1.0 / _MAX_APART <= apart <= _MAX_APART:
+            back = sqrt(min(max(apart, 1.0 / _MAX_APART), _MAX_APART) / apart)
+            self.work *= back
+            self.fixed /= back
 
 
 class _OneSided:

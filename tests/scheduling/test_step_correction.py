@@ -94,6 +94,20 @@ def test_a_change_is_followed_within_3_percent_in_at_most_30_steps(before: int) 
     assert (np.quantile(found, [0.5, 0.95, 1.0]) <= [5, 15, 30]).all()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_long_steps_of_decodes_do_not_make_prompts_look_free(seed: int) -> None:
+    random, correction = np.random.default_rng(seed), StepCorrection()
+    for step in range(1500):
+        prefills = random.random() < 0.1
+        work_s = 0.04 * random.uniform(0.3, 1.0) if prefills else 0.001 * random.random()
+        real_s = (0.0065 + work_s) * random.lognormal(0.0, 0.05)
+        if step // 100 % 3 == 1 and random.random() < 0.3:
+            real_s += random.uniform(0.02, 0.2)  # another program has the core
+        if prefills:
+            assert correction.predicted_s(0.0065, work_s) > 0.5 * (0.0065 + work_s)
+        correction.observe(0.0065, work_s, real_s)
+
+
 @pytest.mark.parametrize("memory", [0.5, 0.8, 0.9, 0.95])
 def test_slow_noise_is_followed_to_the_good_of_the_next_step(memory: float) -> None:
     """Where steps are slow in a row by chance, each like the one before by this much, the fit
