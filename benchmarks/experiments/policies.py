@@ -15,7 +15,7 @@ from sluice.scheduling.batching.s_edf import SEDF, SEDFOptions
 from sluice.scheduling.batching.token_budget import Sarathi
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.local_orders import ARRIVAL, BY_PRIORITY, DEADLINE, SHORTEST
-from sluice.scheduling.fleet.rows import RESERVED, WAITING
+from sluice.scheduling.fleet.rows import RESERVED, TOKENS, WAITING, requests_at
 from sluice.scheduling.fleet.rows import RUNNING as RUNNING_THERE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions, Registry
@@ -255,6 +255,21 @@ class VLLM(RoutingPolicy):
         return int(np.argmin(4 * waiting + figures[:, RUNNING_THERE]))
 
 
+class LMetric(RoutingPolicy):
+    """Takes the replica with the least product of tokens to prefill, uncached ones of this prompt
+    included, and requests, this one included. It has no parameter."""
+
+    name = "lmetric"
+    source = "LMetric, P-token times batch size"
+    passed_over = "its product of prefill tokens and requests is larger"
+
+    def choose(self, job: Job, fleet: Fleet) -> int:
+        """The replica with the least product."""
+        figures = fleet.figures[job.rows]
+        tokens = figures[:, TOKENS] + job.query.prompt_tokens - job.cached_tokens
+        return int(np.argmin(tokens * (requests_at(figures) + 1.0)))
+
+
 _LOCAL = {
     **batching.POLICIES.own,
     **{each.name: each for each in (WeightedVTC, SarathiPriority, SJF, DEDF)},
@@ -275,6 +290,7 @@ ROUTERS: Registry[RoutingPolicy] = Registry(
     (
         *(routing.POLICIES.own[name] for name in _PLAIN),
         VLLM,
+        LMetric,
         *(each for name, each in routing.POLICIES.own.items() if name not in _PLAIN),
     ),
 )

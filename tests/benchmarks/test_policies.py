@@ -259,3 +259,17 @@ def test_vllm_counts_a_waiting_request_four_times() -> None:
     assert chosen(figures_of({"RUNNING": 5}, {"WAITING": 1})) == 1
     assert chosen(figures_of({"RUNNING": 5}, {"RESERVED": 1})) == 1
     assert chosen(figures_of({"RESERVED": 1, "RUNNING": 1}, running)) == 1
+
+
+def test_lmetric_takes_the_least_product_of_prefill_tokens_and_requests() -> None:
+    choose = ROUTERS.make("lmetric").choose
+    one, many = {"TOKENS": 1e3, "RUNNING": 1.0}, {"TOKENS": 100.0, "RUNNING": 90.0}
+    fleet = figures_of(many, one)
+    assert choose(job(fleet), fleet) == 1
+    fleet = figures_of({"TOKENS": 100_000, "RUNNING": 1}, {"RUNNING": 3})
+    assert choose(job(fleet), fleet) == 1
+    # What a replica has cached of the prompt is not prefilled there.
+    fleet = figures_of(many, many)
+    asked = job(fleet)
+    asked.cached_tokens[1] = asked.prompt_tokens - 1
+    assert choose(asked, fleet) == 1
