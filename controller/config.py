@@ -58,7 +58,7 @@ class ControllerConfig(BaseModel):
     decision_log: Path | None = Field(
         default=None,
         description="Directory for a log of each controller's decisions, a JSON line each, and one "
-        "for the end of each request: the fields of `GET /admin/decisions`, and without a "
+        "for the end of each request: the fields of `GET /admin/v1/decisions`, and without a "
         "guarantee which term refused it; at most 100,000 lines and 1 GiB.",
     )
 
