@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -14,6 +15,11 @@ MAX_RECORD_BYTES: Final = 1 << 30
 """Most lines and bytes of a log, which then ends."""
 
 logger = logging.getLogger(__name__)
+
+
+def whole_lines(lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a file of records, without a last one that a killed process has begun."""
+    return takewhile(lambda line: line.endswith("\n"), lines)
 
 
 class RecordLog:

@@ -27,6 +27,7 @@ from sluice.benchmarks.report import Report, Table
 from sluice.deploy.commands.options import Exit, Failure
 from sluice.deploy.local import StoppedError
 from sluice.replica.vllm.local_model import LLAMA_8B, TINY, shaped_model
+from sluice.telemetry.records import whole_lines
 
 _GPU_ARGS: Final[Json] = {"max-model-len": MODEL_TOKENS, "gpu-memory-utilization": 0.9}
 _QUIET: Final = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -46,7 +47,7 @@ _DEVICE = "cpu: to try the command, a tiny model on vLLM's CPU build. Its figure
 
 def _lines(_: Given, answer: Path) -> list[Json]:
     lines = answer.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in whole_lines(lines)]
 
 
 class Part(NamedTuple):

@@ -56,6 +56,7 @@ from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
+from sluice.telemetry.records import whole_lines
 
 CPU_ARGS: Final[Json] = {
     "enforce-eager": True,
@@ -399,7 +400,7 @@ class Records:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]  # it may have been killed
+            whole = list(whole_lines(lines))
             path.write_text("".join(whole), encoding="utf-8")
             try:
                 found.conditions = json.loads(whole[0]) if whole else {}

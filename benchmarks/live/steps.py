@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from sluice.scheduling.latency.model import StepSample
+from sluice.telemetry.records import whole_lines
 
 STEP_LOG: Final = "SLUICE_STEP_LOG"
 """The variable with the path of the log that stock vLLM's scheduler writes."""
@@ -28,9 +29,7 @@ def write_table(log: Path, to: Path) -> int:
     with log.open(encoding="utf-8") as lines, to.open("w", newline="", encoding="utf-8") as out:
         rows = csv.writer(out)
         rows.writerow(COLUMNS)
-        for line in lines:
-            if not line.endswith("\n"):
-                break  # the engine was killed
+        for line in whole_lines(lines):
             step = json.loads(line)
             if "work" in step:
                 work = StepSample(*step["work"])

@@ -21,6 +21,7 @@ from sluice.scheduling.batching import (
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel
 from sluice.scheduling.request.kernels import FIELDS
 from sluice.scheduling.request.queue import QueueView
+from sluice.telemetry.records import whole_lines
 
 _FACTORS = "correction", "fixed_correction", "headroom", "spread"
 
@@ -85,9 +86,7 @@ def read_plans(path: Path) -> Iterator[Planned]:
     """The plans of a batch log, ``.gz`` or not, in their order. Raises ValueError: it is none;
     OSError."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
-                return  # the engine was killed
+        for number, line in enumerate(whole_lines(lines), 1):
             try:
                 record = json.loads(line)
                 if "rows" in record:
