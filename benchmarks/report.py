@@ -175,8 +175,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ReportError(
-            "plots need matplotlib, which is not installed: pip install 'sluice[bench]', or leave "
-            "them out with --no-plots"
+            "plots need matplotlib, which is not installed: pip install 'sluice-serve[bench]', or "
+            "leave them out with --no-plots"
         ) from error
 
 

@@ -115,7 +115,7 @@ class ControllerConfig(BaseModel):
 def version() -> str:
     """The installed version; ``source`` for a source tree that is not installed, edited or not."""
     try:
-        return metadata.version("sluice")
+        return metadata.version("sluice-serve")
     except metadata.PackageNotFoundError:
         return "source"
 

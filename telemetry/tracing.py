@@ -124,7 +124,7 @@ class Tracer:
         except ImportError as error:
             raise ValueError(
                 "telemetry.tracing.endpoint needs OpenTelemetry: install the extra `otel`, such as "
-                f"pip install 'sluice[otel]' ({error})"
+                f"pip install 'sluice-serve[otel]' ({error})"
             ) from error
         resource = Resource.create(
             {

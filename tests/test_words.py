@@ -86,6 +86,20 @@ def test_names_in_code_are_the_fields_terms() -> None:
     assert not found, "\n".join(found)
 
 
+_INSTALLED = re.compile(r"pip install [^`\n]*?\b(sluice[\w-]*)|\b(sluice[\w-]*)\[[a-z][\w, -]*\]")
+
+
+def test_what_is_installed_is_this_project() -> None:
+    """Another project has the name `sluice` in the package index."""
+    names = [
+        (path.name, *found)
+        for path in texts()
+        for found in _INSTALLED.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(names) > 10
+    assert all("sluice-serve" in found for found in names), names
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -148,7 +148,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in _FORMATS:
         raise Failure(Exit.USAGE, f"--plot must end in one of {', '.join(_FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise Failure(Exit.FAILED, "--plot needs matplotlib: pip install 'sluice[bench]'")
+        raise Failure(Exit.FAILED, "--plot needs matplotlib: pip install 'sluice-serve[bench]'")
 
 
 def draw(

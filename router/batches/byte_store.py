@@ -124,7 +124,7 @@ def _bucket(scheme: str) -> AbstractFileSystem:
         from obstore.fsspec import FsspecStore
     except ImportError as error:
         raise OSError(
-            "router.batches.url needs the package obstore: install sluice[object-storage]"
+            "router.batches.url needs the package obstore: install sluice-serve[object-storage]"
         ) from error
     # fsspec would share instances, with the environment that the first of them saw.
     return FsspecStore(scheme, skip_instance_cache=True)  # type: ignore[call-overload]

@@ -64,7 +64,7 @@ def test_missing_matplotlib_is_said_before_the_work(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(main, ["bench", SMALL, *QUICK, "--out", str(tmp_path)])
     assert result.exit_code != 0
-    assert "pip install 'sluice[bench]'" in result.output
+    assert "pip install 'sluice-serve[bench]'" in result.output
     assert "--no-plots" in result.output
     assert not list(tmp_path.iterdir())
     without = [*QUICK, "--out", str(tmp_path), "--no-plots"]

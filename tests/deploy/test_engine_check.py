@@ -242,7 +242,7 @@ def test_serve_without_vllm_says_so_before_ray_starts(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "vllm", None)
     result = CliRunner().invoke(main, ["serve", "--port", str(free_port())])
     assert result.exit_code == 1
-    assert "vLLM is not installed here: install sluice[vllm]" in result.output
+    assert "vLLM is not installed here: install sluice-serve[vllm]" in result.output
     assert "starting Ray" not in result.output
 
 

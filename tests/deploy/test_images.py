@@ -103,12 +103,14 @@ def test_the_images_install_locked_versions_by_their_hashes(dockerfile: Path) ->
     assert sluice.endswith("--no-deps --no-build-isolation .")
 
 
-def test_an_installed_sluice_has_every_file(tmp_path: Path) -> None:
-    """Packed as ``pip install`` packs it, with the page's files, too."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """A wheel, made from an sdist of what images get, and the files that it should hold."""
+    folder = tmp_path_factory.mktemp("built")
     allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
-    source = tmp_path / "source"
+    source = folder / "source"
     source.mkdir()
-    for name in allowed:
+    for name in (*allowed, "MANIFEST.in"):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
@@ -123,29 +125,69 @@ def test_an_installed_sluice_has_every_file(tmp_path: Path) -> None:
         if path.is_file()
     } | {"sluice/__init__.py", "sluice/py.typed"}
     assert {name.split("/")[1] for name in wanted} > set(packages)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    command = [sys.executable, "-c", build]
-    packed = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True).stdout
-    installed, theirs = tmp_path / "installed", tmp_path / "theirs"
-    with zipfile.ZipFile(tmp_path / packed.splitlines()[-1]) as wheel:
-        held = set(wheel.namelist())
-        wheel.extractall(installed)
+
+    def build(what: str, cwd: Path) -> Path:
+        code = f"from setuptools import build_meta; print(build_meta.build_{what}({str(folder)!r}))"
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+        return folder / done.stdout.splitlines()[-1]
+
+    archive = build("sdist", source)
+    shutil.unpack_archive(archive, folder, filter="data")
+    return build("wheel", folder / archive.name.removesuffix(".tar.gz")), wanted
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, set[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    subprocess.run([*pip, "--target", folder, built[0]], check=True)
+    return folder
+
+
+def run_outside(installed: Path, cwd: Path, *command: str, path: Iterable[Path] = ()) -> str:
+    """The output of what runs outside the checkout, with the installed package."""
+    paths = os.pathsep.join(map(str, (*path, installed)))
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, cwd=cwd, check=True, capture_output=True)
+    return done.stdout.decode()
+
+
+def test_the_wheel_has_every_file_and_the_command(
+    built: tuple[Path, set[str]], installed: Path, tmp_path: Path
+) -> None:
+    wheel, wanted = built
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
     assert wanted <= held, sorted(wanted - held)
     # One name, so that an environment may have a `router` or a `deploy` of its own.
     assert {name.split("/")[0] for name in held if ".dist-info" not in name} == {"sluice"}
-    theirs.mkdir()
-    for name in packages:
-        (theirs / f"{name}.py").write_text("theirs = True\n")
+    shown = run_outside(installed, tmp_path, str(installed / "bin" / "sluice"), "--version")
+    assert shown == f"sluice, version {PROJECT['version']}\n"
+
+
+def test_modules_of_an_environment_with_the_same_names_are_not_hidden(
+    installed: Path, tmp_path: Path
+) -> None:
+    for name in ("deploy", "router"):
+        (tmp_path / f"{name}.py").write_text("theirs = True\n")
     code = "import sluice.deploy.cli as ours, deploy, router; assert deploy.theirs, router.theirs"
-    found = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(ours.__file__)"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (theirs, installed)))},
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert found.startswith(str(installed))
+    command = [sys.executable, "-c", f"{code}; print(ours.__file__)"]
+    assert run_outside(installed, tmp_path, *command, path=[tmp_path]).startswith(str(installed))
+
+
+def test_a_package_index_gets_the_readme_with_links_that_work_there(installed: Path) -> None:
+    (about,) = metadata.distributions(name=PROJECT["name"], path=[str(installed)])
+    assert about.metadata["Description-Content-Type"] == "text/markdown"
+    text = about.metadata.get_payload()  # type: ignore[attr-defined]
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    relative = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text("utf-8"))
+    assert len(links) >= len(relative) > 20
+    assert all(link.startswith("https://") for link in links)
+    tree = f"{PROJECT['urls']['Repository']}/blob/v{PROJECT['version']}"
+    assert {f"{tree}/{name}" for name in relative if name.endswith(".md")} <= {
+        link.partition("#")[0] for link in links
+    }
 
 
 # Requirements.
