@@ -9,7 +9,6 @@ from typing import get_args
 import click
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
@@ -23,7 +22,7 @@ from sluice.benchmarks.micro.replay import replay
 from sluice.benchmarks.micro.walk import walk
 from sluice.benchmarks.options import as_json, folder, number_option
 from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplotlib
-from sluice.deploy.tables import print_table
+from sluice.deploy.tables import print_list
 from sluice.simulation.traces import TraceError
 
 MAX_JOBS = 256
@@ -31,26 +30,28 @@ MAX_JOBS = 256
 
 @click.group(name="bench", context_settings={"help_option_names": ["-h", "--help"]})
 def bench() -> None:
-    """Measure systems on this machine, and run experiments (`sluice bench list`) in the
-    simulator."""
+    """Measure this machine and other systems, and run experiments.
+
+    `sluice bench list` shows the experiments, which run in the simulator, and the other commands.
+    """
 
 
 @bench.command(name="list")
 def list_experiments() -> None:
-    """List the experiments with the question that each answers.
+    """List the experiments and the other commands.
 
     \b
     Example:
       sluice bench list
     """
-    table = Table("experiment", "source", "question")
-    for experiment in EXPERIMENTS.values():
-        table.add_row(experiment.name, experiment.source, experiment.question)
-    print_table(table)
+    rows = [(each.name, each.source, each.question) for each in EXPERIMENTS.values()]
+    rows += [(each.name or "", "", each.get_short_help_str(100)) for each in (replay, walk)]
+    print_list(("command", "source", "question"), rows)
 
 
 for _command in (planning, decision, replay, walk, gateway, peers, gpu):
     bench.add_command(_command)
+replay.hidden = walk.hidden = True
 
 
 def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Report:

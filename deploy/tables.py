@@ -26,6 +26,19 @@ def print_table(table: Table, console: Console | None = None) -> None:
     console.print(table)
 
 
+def print_list(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows as a table on a terminal; else a line each, with tabs, for `grep` and `cut`."""
+    console = Console()
+    if not console.is_terminal:
+        for row in rows:
+            print(*row, sep="\t")
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    print_table(table, console)
+
+
 def fit(table: Table, width: int) -> int:
     """Break the columns of ``table`` between words to at most ``width``, without lines and
     margins if need be. Returns its width, more than ``width`` if its words do not fit."""

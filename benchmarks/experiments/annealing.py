@@ -194,7 +194,7 @@ NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
 
 EXPERIMENT = Experiment(
     "annealing",
-    "002 (simulated annealing), Fig. 7 and 9 to 11, and Table 1",
+    "SLO-Aware Scheduling (arXiv 2504.14966), Fig. 7 and 9 to 11, and Table 1",
     "How near does annealing come to the best mapping, how much does it gain over FCFS, and how "
     "long does it take?",
     seeds=10,

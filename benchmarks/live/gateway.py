@@ -244,11 +244,12 @@ def gateway(
     at_rest: bool,
     as_json: bool,
 ) -> None:
-    """Measure what a gateway adds to engines that compute nothing: Sluice, other routers, none.
+    """Measure what a gateway adds to engines that compute nothing.
 
-    Each number of concurrent requests, --at-once, is measured with streams of each number of
-    --tokens; they and --system are repeatable. Missing routers are installed from PyPI into the
-    user's cache. A router that cannot be installed or started is left out, and the output says so.
+    Of Sluice, of other routers, and without one. Each number of concurrent requests, --at-once, is
+    measured with streams of each number of --tokens; they and --system are repeatable. Missing
+    routers are installed from PyPI into the user's cache. A router that cannot be installed or
+    started is left out, and the output says so.
 
     \b
     Example:

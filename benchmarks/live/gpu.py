@@ -145,13 +145,13 @@ def gpu(
     resume: bool,
     as_json: bool,
 ) -> None:
-    """Measure Sluice and stock vLLM on one GPU, without weights and without a network.
+    """Measure Sluice and stock vLLM on one GPU.
 
-    Both under a mixed load at three rates; the error of the latency model, with and without
-    context; the start; steps a second with and without asynchronous scheduling; how long a prefill
-    takes to stop; what checking drafted tokens costs. Each result is written when it is there, the
-    steps of the engines under load included. A part that fails, or is not done in its time, is
-    reported, and the others are measured. Exits with 3 if there is no GPU.
+    It needs no weights and no network. Both under a mixed load at three rates; the error of the
+    latency model, with and without context; the start; steps a second with and without asynchronous
+    scheduling; how long a prefill takes to stop; what checking drafted tokens costs. Each result is
+    written when it is there, the steps of the engines under load included. A part that fails, or is
+    not done in its time, is reported, and the others are measured. Exits with 3 if there is no GPU.
 
     \b
     Example:

@@ -321,12 +321,12 @@ def peers(
     resume: bool,
     as_json: bool,
 ) -> None:
-    """Measure Sluice, stock vLLM behind routers, and Ray Serve LLM on real engines.
+    """Measure Sluice, stock vLLM and Ray Serve LLM on real engines.
 
-    Objectives are multiples of the times of a single request on idle stock vLLM, the same for all
-    systems; Sluice knows them, the others have no way to state them. Load 1 is the rate that
-    saturates stock vLLM. Missing routers are installed from PyPI into the user's cache. A system
-    that cannot be installed or started is left out, and the output says so.
+    Stock vLLM is behind routers. Objectives are multiples of the times of a single request on idle
+    stock vLLM, the same for all systems; Sluice knows them, the others have no way to state them.
+    Load 1 is the rate that saturates stock vLLM. Missing routers are installed from PyPI into the
+    user's cache. A system that cannot be installed or started is left out, and the output says so.
 
     \b
     Example:

@@ -222,9 +222,10 @@ def decision(
     sizes: tuple[int, ...],
     cells: int,
 ) -> None:
-    """Time the controller's decisions, with 64 requests in each replica.
+    """Time the controller's decisions.
 
-    64 + 64: 64 prefill and 64 decode replicas, and each request gets one of both.
+    Each replica has 64 requests. 64 + 64: 64 prefill and 64 decode replicas, and each request gets
+    one of both.
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, ten: of a call with ten
     queries, per_second of batched decisions; the same with reports from the fleet, and over the

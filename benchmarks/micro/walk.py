@@ -262,7 +262,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 @click.command(name="walk")
 @as_json
 def walk(as_json: bool) -> None:
-    """Count how far a reader walks: calls and files of a chat, a decision and an engine step.
+    """Count the calls and files of a chat, a decision and an engine step.
 
     \b
     Example:

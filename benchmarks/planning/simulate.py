@@ -387,10 +387,11 @@ _PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
 @click.option("--out", type=folder(), help="Folder for simulate.json and simulate.png.")
 @as_json
 def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
-    """Find how many replicas hold the objectives of recorded traffic, in the simulator.
+    """Find how many replicas recorded traffic needs.
 
-    With --disaggregated also how many prefill and how many decode replicas do. Exit code 3 says
-    that nothing within --max-replicas and --time-limit does.
+    The simulator finds how many hold its objectives. With --disaggregated also how many prefill and
+    how many decode replicas do. Exit code 3 says that nothing within --max-replicas and
+    --time-limit does.
 
     \b
     Example:

@@ -268,11 +268,11 @@ def status(address: str, key: str | None, as_json: bool) -> None:
 )
 @json_option
 def top(address: str, key: str | None, once: bool, interval_s: float, as_json: bool) -> None:
-    """Show every replica and service class of a running application, live, until Ctrl-C.
+    """Show replicas and service classes of an application, live.
 
-    Of each replica: its requests, the work of the promised prefills, the KV cache in use, the
-    tokens of prefill that it could still promise (PAB), and its last step against the prediction.
-    With --json it prints the admin API's answer, once.
+    Ctrl-C ends it. Of each replica: its requests, the work of the promised prefills, the KV cache
+    in use, the tokens of prefill that it could still promise (PAB), and its last step against the
+    prediction. With --json it prints the admin API's answer, once.
 
     \b
     Examples:
@@ -350,7 +350,7 @@ def drain(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Send REPLICA no new requests, and wait until it has finished those that it has.
+    """Send a replica no new requests, and wait until it is empty.
 
     REPLICA is a name that `sluice top --once` shows. It stays closed, also over a restart of the
     controller, until --undo. Serve neither stops nor replaces it for that: look at the machine, or

@@ -8,20 +8,18 @@ import secrets
 import shlex
 import sys
 from collections.abc import Iterable
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
-from rich.table import Table
 
 from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure, load
 from sluice.deploy.commands.options import as_json as json_option
 from sluice.deploy.config import SluiceConfig, engine_faults, load_config
 from sluice.deploy.ray_start import TUNED
-from sluice.deploy.tables import print_table
+from sluice.deploy.tables import print_list
 from sluice.router.config import RouterConfig
 from sluice.router.tenancy.auth import ApiKey, KeyRing, check_entries, digest_of, is_weak
 from sluice.scheduling import admission, autoscaling, batching, routing
@@ -32,7 +30,7 @@ from sluice.scheduling.policy import Policy
 
 @click.group()
 def config() -> None:
-    """Check a configuration, show it with every default, or print its schema."""
+    """Check a configuration, or print one."""
 
 
 @config.command()
@@ -71,9 +69,10 @@ def check(path: Path, as_json: bool) -> None:
 @config.command()
 @click.argument("path", metavar="[FILE]", type=CONFIG_FILE, required=False)
 def show(path: Path | None) -> None:
-    """Print the configuration in FILE with every default filled in; without FILE, the defaults.
+    """Print the configuration in FILE with every default.
 
-    Keys are masked, so such a print cannot be served where the file had some.
+    Without FILE it prints the defaults. Keys are masked, so such a print cannot be served where the
+    file had some.
 
     \b
     Examples:
@@ -86,7 +85,7 @@ def show(path: Path | None) -> None:
 
 @config.command()
 def schema() -> None:
-    """Print the JSON schema of the configuration: each field's meaning, bounds and default.
+    """Print the JSON schema: each field's meaning, bounds and default.
 
     \b
     Example:
@@ -141,16 +140,20 @@ def policies(as_json: bool) -> None:
       sluice policies
       sluice policies --json
     """
-    listed = [policy._asdict() for policy in all_policies()]
     if as_json:
+        listed = [policy._asdict() for policy in all_policies()]
         click.echo(json.dumps(listed, indent=2, default=str))
         return
-    for kind, entries in groupby(listed, key=lambda entry: entry["kind"]):
-        table = Table("name", "source", "options", title=kind, title_justify="left")
-        for entry in entries:
-            options = "\n".join(f"{name} = {o['default']}" for name, o in entry["options"].items())
-            table.add_row(entry["name"], entry["source"], options)
-        print_table(table)
+    rows = (
+        (
+            each.kind,
+            each.name,
+            " ".join(f"{n}={o['default']}" for n, o in each.options.items()),
+            each.source,
+        )
+        for each in all_policies()
+    )
+    print_list(("kind", "name", "options", "source"), rows)
 
 
 # ``sluice env``: the environment in which Ray starts on each node of a cluster.
@@ -159,9 +162,9 @@ def policies(as_json: bool) -> None:
 @click.command()
 @json_option
 def env(as_json: bool) -> None:
-    """Print the environment that Ray needs on each node of a cluster, as commands of a shell.
+    """Print the environment that Ray needs on each cluster node.
 
-    `sluice serve` sets it by itself.
+    It prints commands of a shell. `sluice serve` sets it by itself.
 
     \b
     Examples:
@@ -189,7 +192,9 @@ def keys() -> None:
 @keys.command()
 @click.option("--name", help="What the client is called in metrics.")
 def new(name: str | None) -> None:
-    """Make a key. The key goes to standard output and is shown only once; the entry for
+    """Make a key.
+
+    The key goes to standard output and is shown only once; the entry for
     `router.api_keys` or a key file, which does not contain the key, goes to standard error.
 
     \b
@@ -205,10 +210,10 @@ def new(name: str | None) -> None:
 @keys.command(name="hash")
 @click.option("--name", help="What the client is called in metrics.")
 def hash_key(name: str | None) -> None:
-    """Print the entry for `router.api_keys` or a key file that accepts a key without containing it.
+    """Print the entry that accepts a key without containing it.
 
-    The key is read from standard input, so that it is in no shell history and no process list; on a
-    terminal the command asks for it.
+    It is one for `router.api_keys` or a key file. The key is read from standard input, so that it
+    is in no shell history and no process list; on a terminal the command asks for it.
 
     \b
     Examples:
@@ -231,7 +236,9 @@ def hash_key(name: str | None) -> None:
 )
 @json_option
 def check_keys(path: Path, config_path: Path | None, opens: str, as_json: bool) -> None:
-    """Check FILE, a YAML list of keys, before routers read it. Routers keep their previous keys if
+    """Check FILE, a YAML list of keys, before routers read it.
+
+    Routers keep their previous keys if
     the file is invalid, and report that only in their log.
 
     \b

@@ -245,7 +245,7 @@ def profile(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure how long an engine's steps take here, and keep the fitted model.
+    """Measure an engine's step times here, and keep the fitted model.
 
     Starts the configured engine once, without Ray, and runs a sweep: prefills of several lengths,
     alone and on a context, decode batches of several sizes, and both at once. The model is fitted

@@ -101,7 +101,7 @@ _PLACES = {
     help="Most seconds for running requests at the end; a second Ctrl-C ends them at once.",
 )
 def serve(path: Path | None, drain_s: float, **flags: Any) -> None:
-    """Serve a model on this machine until Ctrl-C, or SIGTERM.
+    """Serve a model on this machine until Ctrl-C or SIGTERM.
 
     It starts a Ray instance of its own, and stops all of it again.
 

@@ -35,7 +35,7 @@ class OngoingRequests(AutoscalingPolicy):
     replica. The direction of a change, not its size, must last for the delay."""
 
     name = "ongoing_requests"
-    source = "Ray Serve 2.60, ray/serve/autoscaling_policy.py"
+    source = "Ray Serve 2.60, autoscaling_policy.py"
     Options = OngoingRequestsOptions
     options: OngoingRequestsOptions
 

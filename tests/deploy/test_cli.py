@@ -538,19 +538,63 @@ def test_the_tables_of_a_fleet_fit(command: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("policies",), [n for each in all_policies() for n in (each.name, *each.options)]),
-        (("bench", "list"), list(EXPERIMENTS)),
+        (("policies",), [each.name for each in all_policies()]),
+        (("bench", "list"), [*EXPERIMENTS, "replay", "walk"]),
     ],
     ids=["policies", "bench list"],
 )
 def test_lists_fit_and_name_everything(
     words: tuple[str, ...], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = lines_of(monkeypatch, *words)
-    shown = " ".join(lines).split()
-    assert set(names) <= set(shown)
+    piped = lines_of(monkeypatch, *words)
+    assert [line.split("\t")["policies" in words] for line in piped] == names
+    assert len({line.count("\t") for line in piped}) == 1 and "\x1b" not in "".join(piped)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes it a terminal
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines_of(monkeypatch, *words)]
+    assert set(names) <= set(" ".join(lines).split())
     assert "…" not in " ".join(lines)
     assert all(cell_len(line) <= WIDTH for line in lines)
+
+
+@pytest.mark.parametrize("words", [(), ("bench",), ("config",), ("keys",)], ids=" ".join)
+def test_a_list_of_commands_says_the_purpose_of_each_in_one_line(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = lines_of(monkeypatch, *words, "--help")
+    listed = dict(line.split(maxsplit=1) for line in lines[lines.index("Commands:") + 1 :])
+    group: click.Command = main
+    for word in words:
+        assert isinstance(group, click.Group)
+        group = children(group)[word]
+    assert isinstance(group, click.Group)
+    purposes = {
+        name: (command.help or "").partition("\n\n")[0]
+        for name, command in children(group).items()
+        if not command.hidden
+    }
+    assert listed == purposes
+
+
+def test_bench_lists_six_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = lines_of(monkeypatch, "bench", "--help")
+    assert len(lines[lines.index("Commands:") + 1 :]) == 6
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion(shell: str) -> None:
+    script = CliRunner().invoke(main, ["completion", shell])
+    assert script.exit_code == 0 and f"_SLUICE_COMPLETE={shell}_complete" in script.stdout
+
+
+def test_the_completion_names_commands_and_options() -> None:
+    def completed(line: str) -> set[str]:
+        variables = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        environment = {"_SLUICE_COMPLETE": "bash_complete", **variables}
+        found = CliRunner().invoke(main, prog_name="sluice", env=environment)
+        return {each.partition(",")[2] for each in found.output.splitlines()}
+
+    assert completed("sluice p") == {"policies", "profile"}
+    assert completed("sluice policies --j") == {"--json"}
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])
