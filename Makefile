@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test test-release versions check format docs chart pictures site lock audit sbom clean
+.PHONY: serve test test-release versions check format docs chart pictures site lock audit sbom release clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -87,13 +87,35 @@ lock: $(VENV)/.installed-test
 audit: $(VENV)/.installed-test
 	.ci/audit
 
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+TOOLS := build/tools
+
+$(TOOLS):
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet build twine cyclonedx-bom
+
 # Bills of materials: the Python packages of the images, with their hashes.
-sbom: $(VENV)/.installed-test
-	$(BIN)/pip install --quiet cyclonedx-bom
-	mkdir -p build
+sbom: | $(TOOLS)
 	for image in vllm cpu; do \
-	  $(BIN)/cyclonedx-py requirements $(REQUIREMENTS)/$$image.txt --pyproject pyproject.toml \
+	  $(TOOLS)/bin/cyclonedx-py requirements $(REQUIREMENTS)/$$image.txt --pyproject pyproject.toml \
 	    --output-reproducible --output-file build/sbom-$$image.json || exit 1; done
+
+# What a release consists of beside the images, in dist/: sdist, wheel, chart, bills of materials and the
+# hashes of all. The wheel is installed with what it needs, which the chart is written with.
+release: export SOURCE_DATE_EPOCH := $(shell git log -1 --format=%ct)
+release: sbom
+	rm -rf dist build/installed
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/pip install --quiet dist/*.whl
+	build/installed/bin/pip check
+	build/installed/bin/sluice --version
+	cd src && ../build/installed/bin/python -m sluice.deploy.chart --package ../build/chart
+	tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@$$SOURCE_DATE_EPOCH --create \
+	  --directory build/chart sluice | gzip -n > dist/sluice-$(VERSION).tgz
+	cp build/sbom-*.json dist/
+	cd dist && sha256sum * > SHA256SUMS
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

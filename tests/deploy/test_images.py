@@ -8,10 +8,12 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -188,6 +190,17 @@ def test_a_package_index_gets_the_readme_with_links_that_work_there(installed: P
     assert {f"{tree}/{name}" for name in relative if name.endswith(".md")} <= {
         link.partition("#")[0] for link in links
     }
+
+
+def test_a_release_is_of_the_version() -> None:
+    version = PROJECT["version"]
+    newest = re.search(r"^## \[(.+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert newest and newest[1] == version and date.fromisoformat(newest[2])
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yaml").read_text("utf-8"))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert "make release" in [step.get("run") for step in steps]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", each) for each in used), "others can move"
 
 
 # Requirements.
