@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _INSTEAD: Mapping[str, str] = {
@@ -68,14 +69,20 @@ def check_names(vllm_args: Mapping[str, Any]) -> None:
     problems = [f"{name} is given twice" for name in sorted({*given}) if given.count(name) > 1]
     for name in given:
         plain = name.partition(".")[0].partition("=")[0].lstrip("-").removeprefix("no-")
-        if plain in _INSTEAD:
-            problems.append(f"{plain} cannot be set: {_INSTEAD[plain]}")
+        if (instead := instead_of(plain)) is not None:
+            problems.append(f"{plain} cannot be set: {instead}")
         elif "." in name:
             problems.append(f"{plain} must be a mapping: {plain}: {{...}} in place of {plain}.name")
         elif not _NAME.fullmatch(name):
             problems.append(f"no option of vLLM has such a name: {name[:40]!r}")
     if problems:
         raise ValueError("vllm_args: " + "; ".join(problems))
+
+
+def instead_of(option: str) -> str | None:
+    """What to do instead of setting ``option``, a name without dashes in front; ``None``: it can
+    be set."""
+    return _INSTEAD.get(option.removeprefix("no-"))
 
 
 def by_option(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,3 +122,103 @@ def _size(given: Mapping[str, Any], name: str) -> int:
 def on_ray(vllm_args: Mapping[str, Any]) -> bool:
     """Whether the workers are actors of Ray, which may be on several nodes."""
     return by_option(vllm_args).get("distributed-executor-backend") == "ray"
+
+
+# vLLM's flags as a command line gives them. vLLM's own parser takes seconds to import, so which
+# flags exist is left to the check of the arguments.
+
+_SHORT: Mapping[str, str] = {
+    "ac": "attention-config",
+    "asc": "api-server-count",
+    "cc": "compilation-config",
+    "dc": "diffusion-config",
+    "dcp": "decode-context-parallel-size",
+    "dp": "data-parallel-size",
+    "dpa": "data-parallel-address",
+    "dpb": "data-parallel-backend",
+    "dpe": "data-parallel-external-lb",
+    "dph": "data-parallel-hybrid-lb",
+    "dpl": "data-parallel-size-local",
+    "dpm": "data-parallel-multi-port-external-lb",
+    "dpn": "data-parallel-rank",
+    "dpp": "data-parallel-rpc-port",
+    "dpr": "data-parallel-start-rank",
+    "ep": "enable-expert-parallel",
+    "n": "nnodes",
+    "O": "optimization-level",
+    "pcp": "prefill-context-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "q": "quantization",
+    "r": "node-rank",
+    "sc": "speculative-config",
+    "tp": "tensor-parallel-size",
+}
+
+_SHORT_FLAG = re.compile(r"-(O(?=[=\d])|[A-Za-z]+)(?:=|(?=\.))?(.*)", re.DOTALL)
+
+
+def long_flag(word: str) -> str:
+    """``word``, or for a short flag of vLLM, ``-tp`` or ``-O3``, its long form."""
+    found = _SHORT_FLAG.fullmatch(word)
+    if found is None or found[1] not in _SHORT:
+        return word
+    name, rest = f"--{_SHORT[found[1]]}", found[2]
+    return name + rest if not rest or rest.startswith(".") else f"{name}={rest}"
+
+
+def parse_flags(words: Sequence[str]) -> dict[str, Any]:
+    """The flags in ``words`` by option, as ``vllm_args`` has them: ``--no-x`` is False, JSON a
+    mapping, ``--x.y 1`` one with y. The last of several counts. Raises ValueError: a word belongs
+    to no flag."""
+    flags: list[tuple[str, list[str]]] = []
+    for word in map(long_flag, words):
+        if re.match(r"--?[A-Za-z]", word):
+            name, separator, value = word.partition("=")
+            flags.append((name.lstrip("-"), [value] if separator else []))
+        elif flags:
+            flags[-1][1].append(word)
+        else:
+            raise ValueError(f"{word!r} belongs to no flag")
+    plain: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
+    for name, values in flags:
+        option, *path = name.split(".")
+        option = _option(option)
+        if path:
+            _set_path(dotted.setdefault(option, {}), path, " ".join(values))
+        elif not values:
+            plain.pop(option.removeprefix("no-"), None)
+            plain[option.removeprefix("no-")] = not option.startswith("no-")
+        else:
+            typed = [*map(_typed, values)]
+            plain[option] = typed[0] if len(typed) == 1 else typed
+    return plain | dotted
+
+
+def _set_path(into: dict[str, Any], path: list[str], text: str) -> None:
+    """Set what the rest of a dotted flag names; ``+`` at its end adds to a list."""
+    *outer, last = path
+    for name in outer:
+        inner = into.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"{name} is both a value and a mapping")
+        into = inner
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    if last.endswith("+"):
+        known = into.get(last[:-1])
+        into[last[:-1]] = [*(known if isinstance(known, list) else []), *text.split(",")]
+    else:
+        into[last] = value
+
+
+def _typed(text: str) -> Any:
+    """A mapping in JSON, or a number, where vLLM gets the same text from it; else ``text``."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    number = type(value) in (int, float) and json.dumps(value) == text
+    return value if isinstance(value, dict) or number else text

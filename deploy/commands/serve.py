@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,9 @@ from sluice.deploy.local import (
     state_folder,
     stop_signals,
 )
+from sluice.deploy.migration import add_flags
 from sluice.deploy.supervisor import Supervised
+from sluice.replica.vllm_args import long_flag, parse_flags
 from sluice.router.batches.byte_store import make_folder
 from sluice.router.config import AdminConfig
 
@@ -72,7 +77,6 @@ def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
 
 
 _PLACES = {
-    "model": ("engine", "model"),
     "engine": ("engine", "kind"),
     "policy": ("engine", "policy"),
     "replicas": ("replica", "count"),
@@ -81,14 +85,30 @@ _PLACES = {
 }
 """Where the value of each flag stands in the configuration."""
 
+_VLLM_KEY = "VLLM_API_KEY"
+"""vLLM's server reads its API key from this variable, too."""
 
-@click.command()
-@click.option("--model", help="Path or hub id of the model; default: a small local one.")
-@click.option("--replicas", type=int, help="Replicas of the engine.")
+
+class _Serve(click.Command):
+    """A command whose unknown options are vLLM's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, [*map(long_flag, args)])
+        own = [option for each in self.get_params(ctx) for option in each.opts]
+        for word in ctx.params["words"]:
+            name = word.partition("=")[0]
+            if name.startswith("--") and (near := difflib.get_close_matches(name, own, 1, 0.8)):
+                raise click.NoSuchOption(name, possibilities=near, ctx=ctx)
+        return rest
+
+
+@click.command(cls=_Serve, context_settings={"ignore_unknown_options": True})
+@click.argument("words", metavar="[MODEL] [VLLM_FLAGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--replicas", type=int, help="Replicas of the engine; default: 1 of MODEL, else 2.")
 @click.option("--engine", type=click.Choice(["vllm", "simulated"]), help="The engine.")
 @click.option("--policy", help="Local batch policy, see `sluice policies`.")
-@click.option("--host", help="Address that HTTP listens on.")
-@click.option("--port", type=int, help="Port that HTTP listens on.")
+@click.option("--host", help="Address that HTTP listens on; default: 127.0.0.1.")
+@click.option("--port", type=int, help="Port that HTTP listens on; default: 8000.")
 @click.option(
     "--config", "path", type=CONFIG_FILE, help="YAML configuration; the other flags override it."
 )
@@ -100,18 +120,32 @@ _PLACES = {
     show_default=True,
     help="Most seconds for running requests at the end; a second Ctrl-C ends them at once.",
 )
-def serve(path: Path | None, drain_s: float, **flags: Any) -> None:
+def serve(words: tuple[str, ...], path: Path | None, drain_s: float, **flags: Any) -> None:
     """Serve a model on this machine until Ctrl-C or SIGTERM.
+
+    MODEL is a path or an id of the hub; without it a small local model is served. Flags of `vllm
+    serve` go to the engine as they are. In place of MODEL a configuration can stand, a .yaml file.
 
     It starts a Ray instance of its own, and stops all of it again.
 
     \b
     Examples:
       sluice serve
+      sluice serve Qwen/Qwen3-8B --tensor-parallel-size 2 --max-model-len 16384
       sluice serve --engine simulated --replicas 4
-      sluice serve --config sluice.yaml --port 9000
+      sluice serve sluice.yaml --port 9000
     """
-    config, admin_key = with_admin_key(with_batches_folder(load(path, _overrides(flags))))
+    model, words = (None, words) if not words or words[0][0] == "-" else (words[0], words[1:])
+    if model is not None and model.endswith((".yaml", ".yml")):
+        if path is not None:
+            raise click.UsageError(f"there are two configurations: {model} and --config {path}")
+        model, path = None, CONFIG_FILE.convert(model, None, click.get_current_context())
+    overrides = _overrides(flags)
+    _add_vllm(overrides, model, words, alone=path is None)
+    config = load(path, overrides)
+    if config.engine.kind != "vllm" and (given := overrides.get("engine", {}).get("vllm_args")):
+        raise click.UsageError(f"--{next(iter(given))}: no such option of a simulated engine")
+    config, admin_key = with_admin_key(with_batches_folder(config))
     err = Console(stderr=True)
 
     def report(line: str) -> None:
@@ -154,3 +188,22 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
             section, field = _PLACES[flag]
             nested.setdefault(section, {})[field] = value
     return nested
+
+
+def _add_vllm(
+    overrides: dict[str, Any], model: str | None, words: Sequence[str], alone: bool
+) -> None:
+    """Lay ``model`` and vLLM's flags in ``words`` over ``overrides``. ``alone``: there is no
+    configuration file."""
+    try:
+        flags = parse_flags(words)
+    except ValueError as error:
+        raise click.UsageError(f"{error}: MODEL comes first, before the flags of vLLM") from None
+    if model is not None:
+        flags["model"] = model
+    if alone and "api-key" not in flags and (key := os.environ.get(_VLLM_KEY)):
+        flags["api-key"] = key
+    if lacking := add_flags(overrides, flags):
+        raise click.UsageError(f"not for vLLM: {'; '.join(lacking)}")
+    if alone and "model" in flags:  # one engine, as `vllm serve` has it
+        overrides.setdefault("replica", {}).setdefault("count", 1)

@@ -115,6 +115,11 @@ def test_config_check_says_what_is_wrong_and_shows_no_value(tmp_path: Path) -> N
         (["serve", "--replicas", "0"], "replica.count"),
         (["serve", "--engine", "magic"], "simulated"),
         (["serve", "--config", "missing.yaml"], "missing.yaml"),
+        (["serve", "missing.yaml"], "missing.yaml"),
+        (["serve", "m", "--scheduler-cls", "x"], "--scheduler-cls: set engine.policy"),
+        (["serve", "--served-model-name", "a", "b"], "--served-model-name b: one name"),
+        (["serve", "--police", "fcfs"], "--policy"),
+        (["serve", "m", "n"], "'n' belongs to no flag"),
     ],
 )
 def test_serve_refuses_by_name(arguments: list[str], says: str) -> None:
@@ -268,7 +273,18 @@ def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
     assert f"sluice {' '.join(words)}" in shown.output.partition("Example")[2]
 
 
-@pytest.mark.parametrize("words", [(), *COMMANDS], ids=" ".join)
+TAKE_FLAGS_OF_VLLM = {("serve",), ("config", "from-vllm")}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("serve", "--engine", "simulated"),
+        *(each for each in COMMANDS if each not in TAKE_FLAGS_OF_VLLM),
+    ],
+    ids=" ".join,
+)
 def test_an_unknown_option_is_a_matter_of_usage(words: tuple[str, ...]) -> None:
     assert CliRunner().invoke(main, [*words, "--no-such-option"]).exit_code == Exit.USAGE
 
