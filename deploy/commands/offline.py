@@ -104,10 +104,10 @@ def schema() -> None:
 @config.command(name="from-vllm", context_settings={"ignore_unknown_options": True})
 @click.argument("words", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def config_from_vllm(words: tuple[str, ...]) -> None:
-    """Print the configuration that serves what COMMAND serves, a `vllm serve` or `docker run` in
-    quotes, or in words of its own.
+    """Print as a configuration what a `vllm serve` starts.
 
-    A comment names each part of the command that has no counterpart.
+    COMMAND is a `vllm serve` or `docker run`, in quotes or not. A comment names each part of it
+    that has no counterpart.
 
     \b
     Examples:
@@ -123,10 +123,10 @@ def config_from_vllm(words: tuple[str, ...]) -> None:
 @config.command(name="from-ray")
 @click.argument("path", metavar="FILE", type=CONFIG_FILE)
 def config_from_ray(path: Path) -> None:
-    """Print the configuration that serves what FILE deploys with Ray Serve LLM: an LLMConfig, or a
-    file of `serve deploy` with `build_openai_app` or `build_pd_openai_app`.
+    """Print as a configuration what Ray Serve LLM deploys.
 
-    A comment names each field that has no counterpart.
+    FILE is an LLMConfig, or a file of `serve deploy` with `build_openai_app` or
+    `build_pd_openai_app`. A comment names each field that has no counterpart.
 
     \b
     Example:

@@ -135,11 +135,13 @@ def serve(words: tuple[str, ...], path: Path | None, drain_s: float, **flags: An
       sluice serve --engine simulated --replicas 4
       sluice serve sluice.yaml --port 9000
     """
-    model, words = (None, words) if not words or words[0][0] == "-" else (words[0], words[1:])
+    model = words[0] if words and not words[0].startswith("-") else None
+    words = words[0 if model is None else 1 :]
     if model is not None and model.endswith((".yaml", ".yml")):
         if path is not None:
             raise click.UsageError(f"there are two configurations: {model} and --config {path}")
-        model, path = None, CONFIG_FILE.convert(model, None, click.get_current_context())
+        path = Path(CONFIG_FILE.convert(model, None, click.get_current_context()))
+        model = None
     overrides = _overrides(flags)
     _add_vllm(overrides, model, words, alone=path is None)
     config = load(path, overrides)
