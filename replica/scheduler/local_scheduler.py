@@ -41,7 +41,7 @@ from sluice.telemetry.records import RecordLog
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
 """Used for plans until a profile is known."""
 
-_BUSY: Final = 0.9  # From this share of a thread's time on the processor, it did not wait
+_BUSY: Final = 0.9  # From this share of its time busy, a thread did not wait for a batch
 
 _MIN_GROWTH: Final = 1 / 16
 """By which an outgrown expected length grows at least, so that not every token makes it grow."""
@@ -61,18 +61,29 @@ class StepTimes:
     With ``launches`` the engine's loop launches a batch before it looks for the end of the one
     before. A launch (8B model, H100: 10 to 25 ms for a prefill) can outlast a short batch, whose
     end is then seen late: between the next launch's start and that moment the prediction decides.
-    What it misses is in the next step's time, so the sum is right."""
+    What it misses is in the next step's time, so the sum is right. A launch lasts for as long as
+    its call, as its thread may have to wait for a processor or for Python's lock; after it, what
+    is no processor time is the wait for the batch."""
 
     def __init__(self, stages: int = 1, launches: bool = False) -> None:
         self.stages = stages
         self._launches = launches
-        self._launched = (0.0, 0.0)
+        self._launched = (0.0, 0.0, 0.0)
+        self._late = False
+        self.guessed = False
+        """Whether the last step's time is a guess: without a prediction, and its end or that of the
+        one before was seen late."""
         self._last_end_s = 0.0
         self._past_entry_s = 0.0
 
     def began(self, started_s: float, cpu_s: float) -> None:
         """A batch will be launched now. ``cpu_s`` is the processor time of the loop's thread."""
-        self._launched = started_s, cpu_s
+        self._launched = started_s, 0.0, cpu_s
+
+    def launched(self, now_s: float, cpu_s: float) -> None:
+        """The engine's loop has launched that batch."""
+        started_s, _, _ = self._launched
+        self._launched = started_s, now_s - started_s, cpu_s
 
     def ended(
         self,
@@ -88,10 +99,16 @@ class StepTimes:
         ends a stage's time after it. Each of the two times is too long in the other case.
         ``predicted_s``: 0 if no model is known."""
         if self._launches:
-            next_s, spent_s = self._launched
+            if not computed:  # the device has nothing to do, whatever the loop did meanwhile
+                return 0.0
+            next_s, launch_s, spent_s = self._launched
             entered_s = max(started_s, self._last_end_s)
             seconds = now_s - entered_s
-            if next_s > started_s and cpu_s - spent_s > _BUSY * (now_s - next_s):  # seen late
+            busy_s = launch_s + cpu_s - spent_s
+            before = self._late
+            self._late = next_s > started_s and busy_s > _BUSY * (now_s - next_s)
+            self.guessed = not predicted_s and (before or self._late)
+            if self._late:
                 # Batches that are alike are launched as far apart as they last.
                 believed_s = predicted_s or next_s - started_s
                 seconds = min(max(believed_s, next_s - entered_s, 0.0), seconds)
@@ -448,7 +465,7 @@ class LocalScheduler:
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "end_s": now_s, "seconds": seconds})
         if computed and seconds > 0:
-            self._learn(step, seconds, predicted_s, drafting_s, disturbed)
+            self._learn(step, seconds, predicted_s, drafting_s, disturbed or self.times.guessed)
         summary: dict[str, Any] = {
             "updated_s": now_s,
             "next_begins_s": max(now_s, next_begins_s),

@@ -256,6 +256,11 @@ class PlanMixin(_Base):
         self._in_flight[id(output)] = step
         return output
 
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """Called by vLLM as soon as it has launched a batch, unless that has to wait for drafts."""
+        self._local.times.launched(time.monotonic(), time.thread_time())
+        return super().get_grammar_bitmask(scheduler_output)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take the result of a batch, learn its time, and publish the new state."""
         self._note_computed(scheduler_output)
