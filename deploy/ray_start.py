@@ -35,6 +35,8 @@ TUNED: Mapping[str, str] = {
     # Ray starts workers with niceness 15: beside one busy process of normal priority an engine, a
     # router or the controller would get 3 % of a core that they share.
     "RAY_worker_niceness": "0",
+    # A replica imports vLLM before it tells Ray that it runs, for which Ray allows 60 s.
+    "RAY_worker_register_timeout_seconds": "600",
 }
 """For every cluster: set them in the cluster's environment too (`ray start`, KubeRay)."""
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from sluice.replica import worker
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.vllm_args import KV_TIERS, by_option, devices, on_ray, ranks
 from sluice.scheduling.roles import ROLES, Role
@@ -19,6 +20,8 @@ def resources(engine: EngineConfig, replica: ReplicaConfig, gpus: float) -> dict
     """Serve's options for replicas with ``gpus`` GPUs each. All are the actor's, except with vLLM's
     executor for Ray: then each worker has a bundle, and the replica is in the first."""
     actor: dict[str, Any] = {"num_cpus": replica.num_cpus, "num_gpus": gpus}
+    if engine.kind == "vllm":
+        actor["runtime_env"] = {"py_executable": worker.command()}
     labels = dict(replica.node_labels)
     if not (gpus and on_ray(engine.vllm_args)):
         if labels:

@@ -9,9 +9,15 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import setproctitle
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +26,51 @@ logger = logging.getLogger(__name__)
 
 
 def start_fork_server() -> None:
-    """Start the process from which an engine's processes fork. It imports vLLM meanwhile, with the
-    environment of now, and ends with the calling thread."""
-    multiprocessing.set_forkserver_preload(["sluice.replica.vllm.preload"])
+    """Start the process from which an engine's processes fork, unless it runs. It imports vLLM
+    meanwhile, with the environment of now, and ends with the calling thread."""
+    multiprocessing.set_forkserver_preload(["sluice.replica.vllm.fork_server"])
     forkserver.ensure_running()
+
+
+def fork_fork_server() -> None:
+    """Start it as a fork of this process, which has one thread and has imported vLLM."""
+    resource_tracker.ensure_running()  # starts in the same way
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """The fork server, in place of a program that would be one."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        prepare_forks(parent)
+        close_all_but(0, 1, 2, *passfds)
+        listener, alive = passfds
+        forkserver.main(listener, alive, [])
+    finally:
+        os._exit(1)
+
+
+def prepare_forks(parent: int | None = None) -> None:
+    """What a fork server does first. It ends with ``parent``, or that of ``multiprocessing``."""
+    end_with_parent(parent)
+    # It finds its place beside the environment, which forks replace.
+    setproctitle.getproctitle()
+
+
+def close_all_but(*kept: int) -> None:
+    """Close the descriptors of the process that this one is a fork of: some processes end once all
+    copies of one are closed."""
+    for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+        if descriptor not in kept:
+            with suppress(OSError):  # that of the listing
+                os.close(descriptor)
 
 
 class _Forked(ForkServerProcess):

@@ -1,15 +1,11 @@
-"""What the process imports from which an engine's processes fork. It ends with the replica."""
+"""What a process imports from which an engine's processes fork."""
 
 import gc
 
-import setproctitle
-
-from sluice.replica.processes import end_with_parent
 from sluice.telemetry.phases import phase
 
-end_with_parent()
 gc.disable()  # collections take a quarter of an import's time, and find nothing
-with phase("fork server: import vLLM"):
+with phase("import vLLM"):
     import vllm.v1.engine.core  # noqa: F401
     from vllm.v1.executor.abstract import Executor
 
@@ -26,8 +22,6 @@ for method, name in {
     "compile_or_warm_up_model": "compile and warm up",
 }.items():
     setattr(Executor, method, phase(f"engine: {name}")(getattr(Executor, method)))
-# It finds its place beside the environment, which forks replace.
-setproctitle.getproctitle()
 # A collection in a fork would write to each object, and so copy the memory that they share.
 gc.collect()
 gc.freeze()

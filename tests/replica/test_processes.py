@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sluice.replica import worker
 from sluice.replica.private_dir import LOCK, make_private_dir, private_dir
 from sluice.replica.processes import core_of, pin_thread
 from tests.replica.waiting import until
@@ -59,6 +60,53 @@ async def test_a_stopped_process_ends_with_its_parent(tmp_path):
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+
+
+WORKER = """
+import os, pathlib, sys, threading
+import setproctitle
+from sluice.replica.processes import EngineContext
+
+def child(pipe):
+    pipe.send((os.getpid(), "vllm.v1.engine.core" in LOADED, sys.argv[1]))
+    pipe.recv()
+
+LOADED = frozenset(sys.modules)
+if __name__ == "__main__":
+    assert "vllm.v1.engine.core" in sys.modules and threading.active_count() == 1
+    setproctitle.setproctitle("a worker of Ray")
+    assert b"a worker of Ray" in pathlib.Path("/proc/self/cmdline").read_bytes()
+    context = EngineContext()
+    mine, its = context.Pipe()
+    context.Process(target=child, args=(its,)).start()
+    print(os.getpid(), *mine.recv(), flush=True)
+    mine.recv()
+"""
+
+
+@pytest.mark.vllm
+def test_the_worker_of_a_replica_imports_vllm_and_what_forks_from_it_has_that(tmp_path):
+    script = tmp_path / "default_worker.py"
+    script.write_text(WORKER)
+    # As Ray starts it: a part of a shell's line.
+    line = f"exec {worker.command()} {script} its-argument"
+    with subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True) as program:
+        try:
+            pid, child, loaded, argument = program.stdout.readline().split()
+            assert (int(pid), loaded, argument) == (program.pid, "True", "its-argument")
+            below = psutil.Process(program.pid).children(recursive=True)
+            assert int(child) in [each.pid for each in below]
+        finally:
+            program.kill()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not alive
+
+
+def test_a_node_may_have_its_python_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "only here" / "python3"))
+    line = f"{worker.command()} --help".replace(" -P -m sluice.replica.worker", " -P")
+    done = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
+    assert "usage" in done.stdout
 
 
 def test_replicas_are_spread_over_the_cores_that_the_process_may_use(monkeypatch):
