@@ -2,113 +2,123 @@
 
 Calls of Ray can block without a limit, and Ray ends its driver's process when its control store
 is lost, so ``supervisor`` runs this process, a fork of its own. It sends pairs of an event and a
-text, and gets the command to stop. It ends with the supervisor."""
+text, and gets the command to stop. Until that comes it has no memory to speak of: it leaves Ray,
+runs ``resting``, and then this module, which joins Ray again. It ends with the supervisor."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import sys
 import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
+
+import psutil
 
 from sluice.deploy import local
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.ray_start import RayTooSlowError
+from sluice.replica.processes import close_all_but
 
 Event = Literal["report", "slow", "ray", "ready", "failed", "stopped"]
 """``slow``: Ray took longer to start than it allows."""
 
+_RAYLET_END_S = 5.0
 
-def main(config: SluiceConfig, folder: Path, supervisor: Connection) -> None:
-    """Serve ``config`` with files in ``folder`` until the supervisor says to stop."""
+
+def start(config: SluiceConfig, folder: Path, supervisor: Connection) -> None:
+    """Serve ``config`` with files in ``folder``, and rest. A failure is reported, and the end left
+    to the supervisor: Ray ends with this process."""
     os.setpgid(0, 0)  # Ctrl-C on the terminal is for the supervisor
     # Ignored signals would be ignored in Ray, too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     os.dup2(2, 1)  # what libraries print is not for the standard output
-    _close_all_but(0, 1, 2, supervisor.fileno())
+    close_all_but(0, 1, 2, supervisor.fileno())
     with suppress(OSError):  # for `ps`; other systems have no such file
         Path("/proc/self/comm").write_text("sluice-driver")
     # Whoever cleans the folder up ends every process that writes there; see `leftovers`.
-    with (folder / "driver").open("w") as mark:
-        driver = Driver(config, folder, supervisor, mark.fileno())
-        threading.Thread(target=driver.obey, daemon=True).start()
-        driver.run()
-        # Not through Ray's and other libraries' hooks, which may block: nothing is left to do.
-        os._exit(0)
+    mark = (folder / "driver").open("w")
+    _end_with(supervisor)
+    report = partial(_emit, supervisor, "report")
+    kind: Event = "failed"
+    try:
+        local.check_models(config)
+        local.start_ray_for(config, folder, report, tries=1)
+        _emit(supervisor, "ray")
+        local.start_application(config, threading.Event(), report)
+        os.dup2(mark.fileno(), 2)  # such as what Ray says of its own end
+        _emit(supervisor, "ready")
+        _rest(config.name, supervisor.fileno(), mark.fileno())
+    except RayTooSlowError as error:
+        kind, why = "slow", str(error)
+    except local.StartError as error:
+        why = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        why = _named(error)
+    _emit(supervisor, kind, why)
+    while True:
+        signal.pause()
 
 
-def _close_all_but(*kept: int) -> None:
-    """Close the supervisor's descriptors: some processes end once all copies of one are closed."""
-    for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
-        if descriptor not in kept:
-            with suppress(OSError):  # that of the listing
-                os.close(descriptor)
+def _rest(name: str, *descriptors: int) -> None:
+    """Become ``resting``, with these descriptors, of which the first is the supervisor's."""
+    address = local.leave_ray()
+    close_all_but(0, 1, 2, *descriptors)
+    for each in descriptors:
+        os.set_inheritable(each, True)
+    rest = str(Path(__file__).with_name("resting.py"))
+    supervisor, *_ = map(str, descriptors)
+    stop = [sys.executable, "-m", __name__, supervisor, name, address]
+    os.execv(sys.executable, [sys.executable, "-IS", rest, supervisor, *stop])
 
 
-class Driver:
-    """Starts the application and stops it again. ``log``: descriptor for what libraries print once
-    the application is ready."""
+def stop(supervisor: Connection, name: str, address: str) -> None:
+    """Take the command, the time for running requests in seconds, and end the application."""
+    try:
+        drain_s: float = supervisor.recv()
+    except (EOFError, OSError):
+        return
+    _end_with(supervisor)
+    try:
+        local.end_application(name, address, drain_s)
+        for process in psutil.Process().children():
+            if process.name() == "raylet":  # which ends the other actors
+                process.terminate()
+                process.wait(_RAYLET_END_S)
+    except Exception as error:  # the supervisor ends what is left
+        _emit(supervisor, "report", f"not everything ended in order: {_named(error)}")
+    _emit(supervisor, "stopped")
 
-    def __init__(
-        self, config: SluiceConfig, folder: Path, supervisor: Connection, log: int
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._supervisor = supervisor
-        self._log = log
-        self._stop = threading.Event()
-        self._drain_s = 0.0
 
-    def obey(self) -> None:
-        """Take the command to stop: the time for running requests, seconds. At the supervisor's end
-        this process ends."""
-        with suppress(EOFError, OSError):
-            while True:
-                self._drain_s = self._supervisor.recv()
-                self._stop.set()
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _end_with(supervisor: Connection) -> None:
+    """Have this process end with the supervisor. Commands are left to be read."""
+    hung_up = select.poll()
+    hung_up.register(supervisor.fileno(), 0)
+
+    def wait() -> None:
+        hung_up.poll()
         os._exit(1)
 
-    def run(self) -> None:
-        """Serve until a command says to stop, and report why it could not."""
-        try:
-            local.check_models(self._config)
-            local.start_ray_for(self._config, self._folder, self._report, tries=1)
-            self._emit("ray")
-            local.start_application(self._config, self._stop, self._report)
-            drain = local.drain_of(self._config)
-        except local.StoppedError:
-            return
-        except RayTooSlowError as error:
-            self._fail(str(error), "slow")
-        except local.StartError as error:
-            self._fail(str(error))
-        except Exception as error:
-            traceback.print_exc()
-            self._fail(f"{type(error).__name__}: {error}")
-        os.dup2(self._log, 2)  # such as what Ray says of its own end
-        self._emit("ready")
-        self._stop.wait()
-        try:
-            drain(self._drain_s)
-            local.end_application()
-        except Exception as error:  # the supervisor ends what is left
-            self._report(f"not everything ended in order: {type(error).__name__}: {error}")
-        self._emit("stopped")
+    threading.Thread(target=wait, daemon=True).start()
 
-    def _fail(self, why: str, kind: Event = "failed") -> NoReturn:
-        """Say why nothing can be served, and leave the end to the supervisor: Ray ends with this
-        process."""
-        self._emit(kind, why)
-        while True:
-            signal.pause()
 
-    def _report(self, line: str) -> None:
-        self._emit("report", line)
+def _emit(supervisor: Connection, event: Event, text: str = "") -> None:
+    supervisor.send((event, text))
 
-    def _emit(self, kind: Event, text: str = "") -> None:
-        self._supervisor.send((kind, text))
+
+if __name__ == "__main__":
+    stop(Connection(int(sys.argv[1])), *sys.argv[2:])
+    # Not through Ray's and other libraries' hooks, which may block: nothing is left to do.
+    os._exit(0)

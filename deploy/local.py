@@ -236,27 +236,26 @@ def start_serve() -> None:
     serve.start(proxy_location="Disabled")
 
 
-def drain_of(config: SluiceConfig) -> Callable[[float], None]:
-    """A function that has every router refuse new requests, and returns when all others are
-    answered: those that still run after its argument, seconds, end with an error."""
-    from ray import serve
+def leave_ray() -> str:
+    """Leave the Ray that this process has started, and leave that running. Returns its address."""
+    import ray
 
-    routers = serve.get_deployment_handle(ROUTER_DEPLOYMENT, config.name)
-    routers._init(_run_router_in_separate_loop=True)  # this process has no event loop
-    # The first call looks for the routers, which later ones need not wait for.
-    routers.broadcast("check_health").results(timeout_s=_DRAIN_ANSWER_S)
-
-    def drain(limit_s: float) -> None:
-        routers.broadcast("drain", limit_s).results(timeout_s=limit_s + _DRAIN_ANSWER_S)
-
-    return drain
+    address: str = ray.get_runtime_context().gcs_address
+    ray._private.worker._global_node = None
+    ray.shutdown()
+    return address
 
 
-def end_application() -> None:
-    """End Serve and the Ray of this process."""
+def end_application(name: str, address: str, drain_s: float) -> None:
+    """Join the Ray at ``address``, have every router of the application ``name`` refuse new
+    requests, wait until all others are answered, for ``drain_s`` seconds at most, and end Serve."""
     import ray
     from ray import serve
 
+    ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+    routers = serve.get_deployment_handle(ROUTER_DEPLOYMENT, name)
+    routers._init(_run_router_in_separate_loop=True)  # this process has no event loop
+    routers.broadcast("drain", drain_s).results(timeout_s=drain_s + _DRAIN_ANSWER_S)
     serve.shutdown()
     ray.shutdown()
 

@@ -90,7 +90,7 @@ class Supervised:
         # A fork has imported what it needs; a collection would copy the memory that they share.
         gc.freeze()
         self._driver = multiprocessing.get_context("fork").Process(
-            target=driver.main, args=(self._config, self._local_dir, its), daemon=True
+            target=driver.start, args=(self._config, self._local_dir, its), daemon=True
         )
         self._driver.start()
         its.close()

@@ -75,7 +75,8 @@ def running(
         yield
     finally:
         if ray.is_initialized():
-            local.end_application()
+            serve.shutdown()
+            ray.shutdown()
         cleaner.clean()
 
 
