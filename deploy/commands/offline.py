@@ -92,7 +92,7 @@ def show(path: Path | None) -> None:
 
 @config.command()
 def schema() -> None:
-    """Print the JSON schema: each field's meaning, bounds and default.
+    """Print the JSON schema: each field's bounds and default.
 
     \b
     Example:
