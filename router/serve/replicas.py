@@ -63,6 +63,9 @@ from sluice.scheduling.roles import WHOLE, Role
 _CONNECT_TIMEOUT_S: Final = 5.0
 _PAUSE_S: Final = 1.0
 _PAUSE_AFTER_FAILURE_S: Final = 10.0
+_PAUSE_UNLISTED_S: Final = 0.1
+"""The controller knows a replica that starts up to a second before Serve lists it, and the requests
+of that time must not keep the connection away from the first seconds of its life."""
 
 _decode = msgspec.msgpack.Decoder(list[Delivery]).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -345,25 +348,29 @@ class Channels:
     async def _connect(self, replica_id: str, role: Role) -> None:
         """One attempt, then a pause even after a success: no tight loop of short connections."""
         try:
-            await self._attempt(replica_id, role)
-            made = replica_id in self._open
-            await asyncio.sleep(_PAUSE_S if made else _PAUSE_AFTER_FAILURE_S)
+            await asyncio.sleep(await self._attempt(replica_id, role))
         finally:
             del self._connecting[replica_id]
 
-    async def _attempt(self, replica_id: str, role: Role) -> None:
+    async def _attempt(self, replica_id: str, role: Role) -> float:
+        """Try to connect; returns how long no other attempt may follow, seconds."""
         channel: Channel | None = None
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 endpoint = StreamEndpoint(*await self._find(replica_id, role))
-                if endpoint.replica_id != replica_id or endpoint.format != FORMAT:
-                    return  # the replica is gone, or of another version
+                if endpoint.replica_id != replica_id:
+                    return _PAUSE_UNLISTED_S
+                if endpoint.format != FORMAT:
+                    return _PAUSE_AFTER_FAILURE_S
                 made = channel = Channel(endpoint.token, partial(self._ended, replica_id, role))
                 await made.reach(endpoint.host, endpoint.port)
             if not made.leaving:
                 self._open[replica_id] = made
+                return _PAUSE_S
         except ReplicaFailedError as failure:
             _log.debug("cannot get the endpoint of replica %s: %s", replica_id, failure)
+            if failure.reason is Reason.NO_REPLICA:
+                return _PAUSE_UNLISTED_S
         except (OSError, TimeoutError) as error:
             _log.warning("no connection to replica %s: %s", replica_id, error or "timeout")
         except Exception:
@@ -371,6 +378,7 @@ class Channels:
         finally:
             if channel is not None and channel is not self._open.get(replica_id):
                 channel.abort()
+        return _PAUSE_AFTER_FAILURE_S
 
     def _ended(self, replica_id: str, role: Role, channel: Channel) -> None:
         if self._leaving.get(replica_id) is channel:

@@ -315,6 +315,31 @@ async def test_another_version_is_not_spoken_to() -> None:
         await side.server.stop()
 
 
+@pytest.mark.parametrize(
+    "unlisted",
+    [ReplicaFailedError(Reason.NO_REPLICA, "No replica is running."), "another replica answers"],
+)
+async def test_a_replica_that_serve_does_not_list_yet_is_connected_once_it_is_listed(
+    unlisted: ReplicaFailedError | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as replica:
+        side = Side(replica)
+        find, asked = side.find, list[str]()
+
+        async def finds_later(replica_id: str, role: Role) -> StreamEndpoint:
+            asked.append(replica_id)
+            if len(asked) > 3:
+                return await find(replica_id, role)
+            if isinstance(unlisted, ReplicaFailedError):
+                raise unlisted
+            return (await find(replica_id, role))._replace(replica_id=unlisted)
+
+        monkeypatch.setattr(side.channels, "_find", finds_later)
+        await until(lambda: side.open(request(max_tokens=1)) is not None)
+        assert len(asked) == 4
+        await side.server.stop()
+
+
 async def test_a_connection_is_made_again_where_the_replica_lives() -> None:
     async with connected(step_s=0.0) as side:
         for connection in list(side.server._trusted):
