@@ -54,10 +54,16 @@ LOCAL: Mapping[str, str] = {
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
-    # How often the raylet says what is free here, where nothing else is placed.
+    # How often the raylet says what is free here, where nothing else is placed, and looks for short
+    # memory and disk, for garbage, for transfers and for workers without work.
     "RAY_raylet_report_resources_period_milliseconds": "1000",
-    # Serve's controller looks four times a second, and not ten times.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_memory_monitor_refresh_ms": "1000",
+    "RAY_raylet_check_gc_period_milliseconds": "1000",
+    "RAY_kill_idle_workers_interval_ms": "1000",
+    "RAY_local_fs_monitor_interval_ms": "1000",
+    "RAY_object_manager_timer_freq_ms": "1000",
+    # Serve's controller looks twice a second, and not ten times.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
 """For a Ray instance that Sluice starts itself on this machine."""
 

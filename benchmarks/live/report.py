@@ -31,6 +31,7 @@ _KINDS = (
     ("vllm.entrypoints", "replicas"),
     ("ReplicaServer", "replicas"),
     (":Replica", "replicas"),
+    ("sluice.replica.worker", "replicas"),
     (":Server:", "replicas"),
     (":Router", "routers"),
     (":OpenAiIngress", "routers"),

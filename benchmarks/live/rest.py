@@ -1,10 +1,12 @@
 """What one real engine takes under Sluice and under vLLM's own server while nothing is sent: the
-start to the first answer, memory, and processor time."""
+start to the first answer, that of a second engine beside it, memory, and processor time."""
 
 from __future__ import annotations
 
 import time
+import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Final
 
@@ -14,8 +16,17 @@ from rich.table import Table
 from sluice.benchmarks.experiments.grid import grouped
 from sluice.benchmarks.live import peers
 from sluice.benchmarks.live.client import Json
+from sluice.benchmarks.live.engine import chat_body
 from sluice.benchmarks.live.report import Meter, table
-from sluice.benchmarks.live.systems import Bench, System
+from sluice.benchmarks.live.systems import (
+    START_LIMIT_S,
+    Bench,
+    LeftOutError,
+    System,
+    metrics,
+    sluice,
+    until,
+)
 from sluice.deploy.local import StoppedError
 
 SYSTEMS: Final = ("stock", "sluice")
@@ -25,7 +36,20 @@ SETTLE_S: Final = 10.0
 
 REST_S: Final = 15.0
 
-_FIGURES: Final = ("start_s", "memory_mib", "cores", "processes")
+_FIGURES: Final = ("start_s", "second_s", "memory_mib", "cores", "processes")
+
+_SCALED: Final = {
+    "autoscaling": {
+        "max_replicas": 2,
+        "policy": "ongoing_requests",
+        "policy_options": {
+            "target_ongoing_requests": 0.1,
+            "look_back_period_s": 1,
+            "upscale_delay_s": 0,
+        },
+    }
+}
+"""A second replica starts with the first requests."""
 
 
 def measured(bench: Bench, rounds: int) -> list[Json]:
@@ -40,7 +64,54 @@ def measured(bench: Bench, rounds: int) -> list[Json]:
                 start_s = time.monotonic() - begun_s
                 row = {"system": name, "round": number, "start_s": round(start_s, 1)}
                 runs.append(row | _at_rest(bench, system))
+        bench.say(f"starting a second replica, round {number + 1} of {rounds}")
+        second_s = _second_replica_s(bench, setting)
+        for run in runs[-len(SYSTEMS) :]:
+            # Of vLLM's own server a second engine is another one.
+            run["second_s"] = second_s if run["system"] == "sluice" else run["start_s"]
     return runs
+
+
+def _second_replica_s(bench: Bench, setting: peers.Setting) -> float:
+    """Time from the begin of a second replica's process until it can get requests, beside one that
+    does nothing meanwhile, seconds."""
+
+    def config_on(_: Bench, port: int) -> Json:
+        config = peers.sluice_config({}, {}, setting, port)
+        return config | {"replica": config["replica"] | _SCALED}
+
+    with sluice("sluice", config_on)(bench) as system:
+        (url,) = system.urls
+        chat = f"{url}/v1/chat/completions"
+        request = urllib.request.Request(chat, chat_body(200), {"content-type": "application/json"})
+
+        def begun() -> bool:
+            with urllib.request.urlopen(request, timeout=START_LIMIT_S) as answer:
+                answer.read()
+            return len(_replicas(system)) > 1
+
+        def ready() -> bool:
+            return metrics(url, state="fresh").get("sluice_replicas") == 2
+
+        if not all(until(done, START_LIMIT_S, bench.stop) for done in (begun, ready)):
+            raise LeftOutError("no second replica started")
+        return round(time.time() - max(each.create_time() for each in _replicas(system)), 1)
+
+
+def _replicas(system: System) -> list[psutil.Process]:
+    """The processes of replicas, also before they are workers of Ray."""
+    found = []
+    for root in map(psutil.Process, system.processes):
+        for raylet in root.children(recursive=True):
+            with suppress(psutil.Error):  # one that has ended
+                if raylet.name() == "raylet":
+                    found += [each for each in raylet.children() if _serves(each)]
+    return found
+
+
+def _serves(process: psutil.Process) -> bool:
+    title = " ".join(process.cmdline())
+    return ":Replica" in title or "sluice.replica.worker" in title
 
 
 def _at_rest(bench: Bench, system: System) -> Json:
@@ -75,12 +146,13 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     base = next(row for row in rows if row["system"] == SYSTEMS[0])
     for row in rows:
         row["ratio"] = {
-            figure: round(row[figure] / base[figure], 2) for figure in ("start_s", "memory_mib")
+            figure: round(row[figure] / base[figure], 2)
+            for figure in ("start_s", "second_s", "memory_mib")
         }
     return rows
 
 
 def as_table(rows: Sequence[Json]) -> Table:
     """:func:`summary` as a table."""
-    columns = ("system", *_FIGURES, "ratio.start_s", "ratio.memory_mib")
+    columns = ("system", *_FIGURES, "ratio.start_s", "ratio.second_s", "ratio.memory_mib")
     return table(rows, *columns, title="one engine, medians over rounds")

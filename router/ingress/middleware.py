@@ -130,8 +130,10 @@ class Shedder:
     async def watch(self) -> None:
         """Measure the delay of the event loop, indefinitely."""
         while True:
-            due_s = self._clock() + TICK_S
-            await self._pause(TICK_S)
+            # Without requests nothing is refused, and at rest each tick would count.
+            wait_s = TICK_S if self._came else PERIOD_S
+            due_s = self._clock() + wait_s
+            await self._pause(wait_s)
             self.tick(self._clock() - due_s)
 
     def tick(self, delay_s: float) -> None:
