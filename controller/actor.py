@@ -306,6 +306,7 @@ class Controller:
         if waits:
             has_cells = self._config.cells > 1
             missing = late_of(waits, self._mirror, self._fleet, now_s, has_cells)
+        self._readings.note_load(now_s)
         quarantined, slack_s = self._quarantine.names, self._slack_s(now_s)
         left = leaving(self._mirror, self._fleet)
         return SyncReply(self._closed(), quarantined, missing, slack_s, left)

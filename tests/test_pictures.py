@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from PIL import Image
 
 from tests import pictures
@@ -7,8 +8,12 @@ from tests import pictures
 AGAIN = "make pictures"
 
 
-def test_the_picture_of_the_page_is_of_its_sources_now() -> None:
-    with Image.open(pictures.PAGE) as shot:
+@pytest.mark.parametrize("screen", pictures.SCREENS)
+@pytest.mark.parametrize("scene", pictures.SCENES)
+def test_the_pictures_of_the_page_are_of_its_sources_now(scene: str, screen: str) -> None:
+    path = pictures.picture(scene, screen)
+    assert path.stat().st_size < 150_000
+    with Image.open(path) as shot:
         assert shot.text[pictures.DIGEST] == pictures.digest(pictures.page_sources()), AGAIN
 
 

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, RayError
 from sluice.controller.observability.readings import Detail, Figures, Reliable
 from sluice.controller.observability.recent_decisions import Counts, DecisionRecord, LatestDecisions
 from sluice.controller.transport.channel import NoAnswerError
-from sluice.scheduling.autoscaling.load import Load, sum_of
+from sluice.scheduling.autoscaling.load import Load, Pressure, sum_of
 from sluice.scheduling.fleet.rows import FIGURES
 from sluice.scheduling.request.objective import Objective
 from sluice.scheduling.roles import Role
@@ -52,20 +52,17 @@ class Cells:
         """See :meth:`sluice.controller.actor.Controller.detail`. ``epoch`` and ``up_s`` are of the
         cell that started last."""
         found = await _all(cell.detail() for cell in self._cells)
-        now_s = found[0].figures.now_s
         youngest = min(found, key=lambda each: each.up_s)
-        promises = [
-            promise._replace(at_s=promise.at_s + now_s - each.figures.now_s)
-            for each in found
-            for promise in each.promises
-        ]
+        pressures = [each.pressure for each in found]
+        roles = sorted({role for each in pressures for role in each})
         return Detail(
             _added([each.figures for each in found]),
             youngest.epoch,
             youngest.up_s,
             sum(each.expired for each in found),
             [took_s for each in found for took_s in each.took_s],
-            sorted(promises, key=lambda promise: promise.at_s),
+            Counter(_sum(each.promises for each in found)),
+            {role: _pressed([each[role] for each in pressures if role in each]) for role in roles},
             _reliable([each.reliability for each in found]),
             {name: replica for each in found for name, replica in each.replicas.items()},
         )
@@ -155,6 +152,14 @@ def _sum(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
     for each in counts:
         total.update(each)
     return dict(total)
+
+
+def _pressed(found: Sequence[Pressure]) -> Pressure:
+    return Pressure(
+        max(each.span_s for each in found),
+        sum(each.ready for each in found),
+        sum(each.demand for each in found),
+    )
 
 
 def _reliable(found: Sequence[Reliable]) -> Reliable:

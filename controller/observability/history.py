@@ -174,16 +174,19 @@ def _class(name: str, entries: list[_Entry]) -> dict[str, Any]:
     count = _less(entries[-1].totals[name], entries[0].totals.get(name, _NONE))
     span_s = entries[-1].at_s - entries[0].at_s
     ended = _ended(count)
+    admission = {field: count[field] for field in ("guaranteed", "best_effort", "refused")}
+    asked = sum(admission.values())
     return {
         "class": name,
         "requests": ended,
-        "requests_per_s": ended / span_s if span_s > 0 else None,
+        "asked": asked,
+        "asked_per_s": asked / span_s if span_s > 0 else None,
         "attainment": _share(count["attained"], count["stated"]),
         "tdg": _share(_gain(count, "gain"), _gain(count, "ideal")),
         "stated": count["stated"],
-        "promises_kept": _share(count["kept"], count["kept"] + count["missed"]),
+        "promises": {field: count[field] for field in ("kept", "missed")},
         "outcomes": {field: count[field] for field in _OUTCOMES},
-        "admission": {field: count[field] for field in ("guaranteed", "best_effort", "refused")},
+        "admission": admission,
         "tokens": {field: count[field] for field in _TOKENS},
         **{f"{time}_ms": _quantiles(count, time) for time in _TIMES},
         "trend": [entry.attainment.get(name) for entry in entries[1:]],

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from sluice.controller.transport.channel import NoAnswerError
 from sluice.controller.transport.checks import checked, short
 from sluice.protocol.messages import MetricsPush
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.autoscaling.head_room import HeadRoomOptions
+from sluice.scheduling.autoscaling.load import Pressure
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.state import RUNNING, SUMMARY, WAITING
 from sluice.scheduling.request.job import Tier
@@ -43,23 +45,26 @@ from sluice.scheduling.roles import Role
 def promise_summary(
     level: float,
     margins: Mapping[Objective, float],
-    ended: Sequence[EndedPromise],
+    ended: Mapping[EndedPromise, int],
     overall: Reliable,
     replicas: Mapping[str, Reliable],
-    now_s: float,
 ) -> dict[str, Any]:
     """A summary of the latest promises, ``O(promises + replicas)``. ``level`` is the target
     share that is kept, ``margins`` the safety margin of each objective as a share of it."""
-    classes = Counter((each.service_class, each.kept) for each in ended)
-    placed = Counter((each.replica_id, each.kept) for each in ended)
+    classes: Counter[tuple[str, bool]] = Counter()
+    placed: Counter[tuple[str, bool]] = Counter()
+    moved: Counter[bool] = Counter()
+    for each, count in ended.items():
+        classes[each.service_class, each.kept] += count
+        placed[each.replica_id, each.kept] += count
+        moved[each.kept] += count if each.moved else 0
     return {
         "level": level,
         "margins": {name: round(margin, 4) for name, margin in margins.items()},
-        "window_ms": round((now_s - ended[0].at_s) * 1000) if ended else 0,
-        "promised": len(ended),
-        "kept": sum(each.kept for each in ended),
-        "moved": sum(each.moved for each in ended),
-        "moved_kept": sum(each.moved and each.kept for each in ended),
+        "promised": sum(ended.values()),
+        "kept": sum(count for (_, kept), count in classes.items() if kept),
+        "moved": sum(moved.values()),
+        "moved_kept": moved[True],
         "quantiles": list(QUANTILES),
         "reliability": _curve(overall),
         "classes": [
@@ -102,13 +107,24 @@ def overview(config: ControllerConfig, detail: Detail) -> dict[str, Any]:
             detail.promises,
             detail.reliability,
             {name: each.reliability for name, each in detail.replicas.items()},
-            detail.figures.now_s,
         ),
+        "pressure": [_pressure(role, each) for role, each in detail.pressure.items()],
         "replicas": [
             _replica(detail, place, name, detail.replicas[name])
             for place, name in enumerate(detail.figures.replicas)
             if name in detail.replicas
         ],
+    }
+
+
+def _pressure(role: Role, found: Pressure) -> dict[str, Any]:
+    """The demand on the replicas of a role, and how many the autoscaler would have for it."""
+    return {
+        "role": role,
+        "window_ms": round(found.span_s * 1000),
+        "ready": int(found.ready),
+        "demand": round(found.demand, 3),
+        "needed": ceil(found.demand / TARGET_LOAD - 1e-9),
     }
 
 
@@ -193,6 +209,9 @@ def _queue(counts: Mapping[tuple[str, int, int], int]) -> list[dict[str, Any]]:
 def _ms(seconds: float) -> float | None:
     return round(seconds * 1000, 3) if isfinite(seconds) else None
 
+
+TARGET_LOAD = HeadRoomOptions().target_load
+"""Share of a replica's time that promises may take, by default."""
 
 SETTLING_S = 5.0
 """Time after a start in which all processes push their metrics, seconds."""

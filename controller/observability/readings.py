@@ -4,7 +4,7 @@ formatted here, and what takes longer than a decision is read in parts."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -13,9 +13,16 @@ import numpy as np
 from sluice.controller.observability.recent_decisions import Counters, Counts, RequestClasses
 from sluice.controller.state.drains import drain_of
 from sluice.controller.state.mirror import Mirror, MirroredReplica
-from sluice.controller.state.promises import Curve, EndedPromise, PromiseLog
+from sluice.controller.state.promises import (
+    PERIOD_S,
+    PERIODS,
+    Curve,
+    EndedPromise,
+    PromiseLog,
+)
 from sluice.controller.state.quarantine import Quarantine, Quarantined
 from sluice.scheduling.autoscaling import Load
+from sluice.scheduling.autoscaling.load import Pressure
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.fleet import Condition, Fleet
 from sluice.scheduling.placement.calibration import Calibration
@@ -87,15 +94,16 @@ class ReplicaDetail(NamedTuple):
 
 class Detail(NamedTuple):
     """The deciding actor's state for an operator. ``expired``: reservations not confirmed in
-    time, since the start; ``promises``: the latest ended ones, the oldest first. A replica that
-    came or left while ``replicas`` was read may be missing."""
+    time, since the start; ``promises``: those that ended in the last minutes. A replica that came
+    or left while ``replicas`` was read may be missing."""
 
     figures: Figures
     epoch: int
     up_s: float
     expired: int
     took_s: Sequence[float]
-    promises: Sequence[EndedPromise]
+    promises: Counter[EndedPromise]
+    pressure: Mapping[Role, Pressure]
     reliability: Reliable
     replicas: Mapping[str, ReplicaDetail]
 
@@ -126,6 +134,26 @@ class Readings:
         self._calibration = calibration
         self._promises = promises
         self._classes = classes
+        # The loads of each role at the start of each of the last periods.
+        self._loads: deque[dict[Role, Load]] = deque(maxlen=PERIODS)
+
+    def note_load(self, now_s: float) -> None:
+        """Keep the load if that of the last period is due: then ``O(replicas)``."""
+        if not self._loads or now_s - self._loads[-1]["mixed"].now_s >= PERIOD_S:
+            self._loads.append(self._load(now_s))
+
+    def _load(self, now_s: float) -> dict[Role, Load]:
+        return {role: self._placer.demand.load(self._fleet, now_s, role=role) for role in ROLES}
+
+    def _pressure(self, now: Mapping[Role, Load]) -> dict[Role, Pressure]:
+        """The demand on each role that has replicas or had requests."""
+        oldest_s = now["mixed"].now_s - PERIODS * PERIOD_S
+        loads = [*(each for each in self._loads if each["mixed"].now_s >= oldest_s), now]
+        return {
+            role: Pressure.of([each[role] for each in loads])
+            for role, load in now.items()
+            if load.ready or load.asked
+        }
 
     def figures(self, now_s: float) -> Figures:
         """The numbers of the metrics. ``O(replicas)``."""
@@ -140,7 +168,7 @@ class Readings:
             len(fleet.ledger),
             self._calibration.largest(now_s),
             (returns.held, returns.missed),
-            {role: self._placer.demand.load(fleet, now_s, role=role) for role in ROLES},
+            self._load(now_s),
             dict(quarantine.opened),
             dict(quarantine.believed),
             dict(quarantine.disbelieved),
@@ -175,7 +203,17 @@ class Readings:
             if replica is not None:
                 found[name] = self._of_replica(name, replica)
         overall = reliable(self._promises.curve())
-        return Detail(figures, self._mirror.epoch, up_s, expired, took_s, promises, overall, found)
+        return Detail(
+            figures,
+            self._mirror.epoch,
+            up_s,
+            expired,
+            took_s,
+            promises,
+            self._pressure(figures.loads),
+            overall,
+            found,
+        )
 
     def _of_replica(self, name: str, replica: MirroredReplica) -> ReplicaDetail:
         hello = replica.hello

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from math import ceil, inf, log2
 from typing import Final, NamedTuple
 
@@ -173,10 +173,9 @@ def _size(seconds: float) -> int:
 MAX_OPEN: Final = 65_536
 """Most promises in progress that are remembered; of more, the oldest are forgotten."""
 
-RECENT: Final = 2_000
-RECENT_S: Final = 3_600.0
-"""The latest ``RECENT`` ended promises are remembered, and none that ended more than ``RECENT_S``
-seconds ago. At a level of 0.99 the standard error of the share kept is 0.2 points."""
+PERIOD_S: Final = 10.0
+PERIODS: Final = 30
+"""Ended promises are counted in periods; of the ``PERIODS`` latest ones, as the routers' counts."""
 
 
 class _Promise(NamedTuple):
@@ -192,10 +191,9 @@ class _Promise(NamedTuple):
 
 
 class EndedPromise(NamedTuple):
-    """A promise whose request has ended, at ``at_s`` on the controller's clock. ``moved``: the
-    request had left a replica where it was predicted to be late."""
+    """A promise whose request has ended. ``moved``: the request had left a replica where it was
+    predicted to be late."""
 
-    at_s: float
     service_class: str
     replica_id: str
     kept: bool
@@ -210,7 +208,8 @@ class PromiseLog:
         self._level = level
         self._reliability = Reliability(level)
         self._open: OrderedDict[str, _Promise] = OrderedDict()
-        self._ended: deque[EndedPromise] = deque(maxlen=RECENT)
+        # The start of each period with the promises that ended in it.
+        self._ended: deque[tuple[float, Counter[EndedPromise]]] = deque(maxlen=PERIODS)
 
     def made(self, query: RouteQuery, decision: RouteDecision) -> RouteDecision:
         """Note a decision. Returns it, if it is promised, with the forecast's median as predicted
@@ -245,19 +244,22 @@ class PromiseLog:
         if kept is not None:
             # Its first token may have come just before the move.
             moved = promise.moved and ending.replica_id in ("", promise.replica_id)
-            self._ended.append(
-                EndedPromise(now_s, promise.service_class, promise.replica_id, kept, moved)
-            )
+            if not self._ended or now_s - self._ended[-1][0] >= PERIOD_S:
+                self._ended.append((now_s, Counter()))
+            ended = EndedPromise(promise.service_class, promise.replica_id, kept, moved)
+            self._ended[-1][1][ended] += 1
         if ending.ttft_s is not None and ending.replica_id == promise.replica_id:
             observed_s = ending.ttft_s - promise.waited_s
             self._reliability.observe(promise.begins_at, promise.forecast, observed_s)
 
-    def ended_lately(self, now_s: float) -> tuple[EndedPromise, ...]:
-        """The latest promises that ended, the oldest first."""
-        ended = self._ended
-        while ended and ended[0].at_s < now_s - RECENT_S:
-            ended.popleft()
-        return tuple(ended)
+    def ended_lately(self, now_s: float) -> Counter[EndedPromise]:
+        """The promises that ended in the last ``PERIODS * PERIOD_S`` seconds."""
+        while self._ended and self._ended[0][0] < now_s - PERIODS * PERIOD_S:
+            self._ended.popleft()
+        total: Counter[EndedPromise] = Counter()
+        for _, ended in self._ended:
+            total.update(ended)
+        return total
 
     def curve(self, replica_id: str | None = None) -> Curve:
         """The reliability curve of a replica's TTFT forecasts, or of all."""

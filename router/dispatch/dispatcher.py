@@ -152,8 +152,6 @@ class Dispatcher:
         answer.fetched = bool(attempt.head.fetch)
         if attempt.head.media_type == EVENT_STREAM:
             self._metrics.streams(StreamPath.DIRECT if answer.fetched else StreamPath.ROUTER).inc()
-        if call.scheduled:
-            self._metrics.admission.admissions(call.slo.service_class, answer.tier).inc()
         return answer
 
     async def pieces(
@@ -216,10 +214,14 @@ class Dispatcher:
         if telemetry is not None:
             self._metrics.ended(call, figures)
             telemetry.ended(call, figures, error, answer)
+            admission = self._metrics.admission
+            unserved = outcome in (Outcome.CLIENT_ERROR, Outcome.REFUSED)
+            if answer is not None and call.scheduled and not unserved:
+                admission.admissions(call.slo.service_class, answer.tier).inc()
             if answer is not None and answer.promises and outcome is not Outcome.CLIENT_ERROR:
                 failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
                 predicted_s = answer.decision.predicted_ttft_s
-                kept = self._metrics.admission.ended(figures, predicted_s, failed, answer.moved)
+                kept = admission.ended(figures, predicted_s, failed, answer.moved)
         if call.scheduled:
             most_tokens = call.output_tokens
             if most_tokens:

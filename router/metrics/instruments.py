@@ -199,7 +199,7 @@ class AdmissionMetrics:
         self._clients = clients
         self.admissions = make.counters(
             "sluice_admissions",
-            "Requests that a replica answered, by admission tier.",
+            "Requests that a replica answered and that ended, by admission tier.",
             "class",
             "admission",
         )

@@ -8,12 +8,8 @@ from typing import NamedTuple
 from pydantic import Field
 
 from sluice.scheduling.autoscaling.base import STARTUP_S, AutoscalingPolicy, Decision, Pool, State
-from sluice.scheduling.autoscaling.load import Load
+from sluice.scheduling.autoscaling.load import MAX_SCALING, Load
 from sluice.scheduling.policy import PolicyOptions
-
-MAX_SCALING = 4.0
-"""Maximum factor by which the decodes of promised requests are scaled up for requests without a
-promise."""
 
 MIN_LIMIT = 0.3
 """Lower bound of the learned load limit of a replica."""

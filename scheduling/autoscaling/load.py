@@ -86,6 +86,10 @@ def _least_fixed_s(figures: Floats, rows: Ints) -> float:
 MAX_UNPLACED = 4096
 """Unplaced requests that are tracked, so that their retries do not count as new requests."""
 
+MAX_SCALING = 4.0
+"""Maximum factor by which the decodes of promised requests are scaled up for requests without a
+promise."""
+
 MAX_SLACK_S = 60.0
 """Maximum time until a first token is due that counts, seconds: it may be infinite."""
 
@@ -146,6 +150,32 @@ class Load(NamedTuple):
             getattr(self, name) >= getattr(other, name)
             for name in ("asked", "asked_s", "unpromised", "judged", "attained")
         )
+
+
+class Pressure(NamedTuple):
+    """The demand on a pool over ``span_s`` seconds up to now against its ``ready`` replicas.
+
+    ``demand``: engine time per second that the prefills of all requests that asked for a promise
+    and the promised decodes took, in replicas that do nothing else; the decodes are scaled up by
+    the share of the work that was not promised, as in ``HeadRoom``."""
+
+    span_s: float
+    ready: float
+    demand: float
+
+    @classmethod
+    def of(cls, loads: Sequence[Load]) -> Pressure:
+        """From the loads of a pool at several times, the earliest first."""
+        first, last = loads[0], loads[-1]
+        span_s = last.now_s - first.now_s
+        if span_s <= 0.0:
+            return cls(0.0, last.ready, 0.0)
+        asked_s = last.asked_s - first.asked_s
+        promised_s = asked_s - (last.unpromised_s - first.unpromised_s)
+        scaling = asked_s / max(promised_s, asked_s / MAX_SCALING) if asked_s > 0.0 else 1.0
+        decodes = sum(load.decode_share for load in loads) / len(loads)
+        capacity = sum(load.capacity for load in loads) / len(loads)
+        return cls(span_s, last.ready, (asked_s / span_s + decodes * scaling) / capacity)
 
 
 def sum_of(loads: Sequence[Load]) -> Load:

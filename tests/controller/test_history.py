@@ -119,8 +119,8 @@ def test_the_last_minutes_are_what_came_in_them() -> None:
     side.push(router, 10)
     row = side.recent(20)
     assert (row["requests"], row["stated"], row["attainment"], row["tdg"]) == (5, 4, 0.75, 0.75)
-    assert row["requests_per_s"] == pytest.approx(0.25)
-    assert row["promises_kept"] == 0.75
+    assert (row["asked"], row["asked_per_s"]) == (5, pytest.approx(0.25))
+    assert row["promises"] == {"kept": 3, "missed": 1}
     assert row["admission"] == {"guaranteed": 4, "best_effort": 0, "refused": 1}
     assert row["outcomes"]["ok"] == 4
     assert row["ttft_ms"] == {"p50": pytest.approx(166.667), "p95": pytest.approx(360)}
@@ -199,7 +199,7 @@ def test_nothing_counted_is_nothing_told() -> None:
     router.refused()
     side.push(router, 0)
     row = side.recent(0)
-    assert (row["attainment"], row["tdg"], row["requests_per_s"]) == (None, None, None)
+    assert (row["attainment"], row["tdg"], row["asked_per_s"]) == (None, None, None)
     assert row["ttft_ms"] == {"p50": None, "p95": None}
 
 

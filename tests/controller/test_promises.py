@@ -16,9 +16,9 @@ from sluice.controller.observability.readings import reliable
 from sluice.controller.state.promises import (
     CHECKED,
     FEW,
+    PERIOD_S,
+    PERIODS,
     QUANTILES,
-    RECENT,
-    RECENT_S,
     WINDOW,
     Curve,
     Forecast,
@@ -278,7 +278,6 @@ def told(log: PromiseLog, *known: str, now_s: float = 0.0) -> dict[str, Any]:
         log.ended_lately(now_s),
         reliable(log.curve()),
         {name: reliable(log.curve(name)) for name in known},
-        now_s,
     )
     return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
 
@@ -370,15 +369,17 @@ def test_what_is_not_promised_is_left_as_it_is() -> None:
     assert told(log)["promised"] == 0
 
 
-def test_only_recent_promises_are_told_of() -> None:
-    log = PromiseLog()
-    for number in range(RECENT + 10):
+def test_all_promises_of_the_last_minutes_are_told_of_and_no_others() -> None:
+    log, window_s = PromiseLog(), PERIODS * PERIOD_S
+    for number in range(3_000):
         promise(log, number)
-        end(log, number, now_s=float(number < 10), kept=True, replica_id="a")
-    found = told(log, "a", now_s=60.0)
-    assert (found["promised"], found["window_ms"]) == (RECENT, 60_000)
+        end(log, number, now_s=number / 5, kept=True, replica_id="a")
+    found = told(log, "a", now_s=600.0)
+    # The oldest period is left out once its beginning is too old.
+    assert 5 * (window_s - PERIOD_S) <= found["promised"] <= 5 * window_s
+    assert found["promised"] == found["kept"] == found["replicas"][0]["promised"]
     assert found["reliability"]["count"] == CHECKED
-    assert told(log, now_s=RECENT_S + 1.0)["promised"] == 0
+    assert told(log, now_s=600.0 + window_s)["promised"] == 0
 
 
 async def test_the_snapshot_has_it_for_the_replicas_that_are_known() -> None:

@@ -119,8 +119,8 @@ class Tab:
         )
 
     def picture(self, path: Path) -> None:
-        """Save what the whole page looks like, PNG."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        """Save what the window shows, PNG."""
+        shot = self.call("Page.captureScreenshot")
         path.write_bytes(base64.b64decode(shot["data"]))
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sluice.controller.observability.history import History
+from sluice.controller.observability.metrics import samples_of
+from sluice.controller.observability.metrics_hub import MetricsHub
 from sluice.protocol.requests import EngineRequest, request_key
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.scheduling.request.job import RouteDecision, Tier
+from tests.controller.fleet import newer_push
 from tests.router.far_side import (
     CHAT_BODY,
     DIED,
@@ -79,6 +86,53 @@ async def test_a_promise_is_said_with_the_ttft_that_is_expected(stream: bool) ->
     assert response.headers["x-sluice-promise-level"] == "0.9"
     assert edge.side.calls[0][1].best_effort is False
     assert admissions(edge, "guaranteed") == 1
+
+
+ENDS = {
+    "promised": (guaranteed("a"), {}),
+    "best effort": (best_effort("a"), {}),
+    "refused": (unattainable(), {"name": "strict"}),
+    "wrong": (best_effort("wrong"), {}),
+    "left": (guaranteed("hung"), {}),
+}
+"""The decision on a request and its body, by how it ends."""
+
+
+@given(st.lists(st.sampled_from(sorted(ENDS)), max_size=8))
+def test_each_request_that_is_answered_or_refused_counts_once_in_one_window(
+    kinds: list[str],
+) -> None:
+    """Promised, best effort and refused are all that asked, and a promise that ended was made."""
+
+    async def run() -> None:
+        decisions = [ENDS[kind][0] for kind in kinds]
+        side = FarSide(a=serve, wrong=answer(400, b"{}"), hung=hang)
+        edge = Edge(side, FarController(*decisions, unattainable()), CONFIG)
+        hub, history = MetricsHub(), History()
+        history.joined(hub.push(newer_push("router", samples_of(edge.metrics.registry)), 0.0))
+        history.note(hub, 0.0)
+        for kind in kinds:
+            if kind == "left":
+                client = Client(edge, content(stream=True))
+                await edge.side.until(lambda: bool(edge.side.live))
+                client.leave()
+                await client.task
+            else:
+                await post(edge, **ENDS[kind][1])
+        hub.push(newer_push("router", samples_of(edge.metrics.registry)), 5.0)
+        rows = history.recent(hub, 5.0)["classes"]
+        total = Counter(kinds)
+        asked = total["promised"] + total["best effort"]
+        assert sum(row["asked"] for row in rows) == asked + total["refused"]
+        for row in rows:
+            outcomes, admission = row["outcomes"], row["admission"]
+            assert admission["guaranteed"] + admission["best_effort"] == outcomes["ok"]
+            assert row["requests"] - row["asked"] == (
+                outcomes["client_error"] + outcomes["cancelled"]
+            )
+            assert sum(row["promises"].values()) <= admission["guaranteed"]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

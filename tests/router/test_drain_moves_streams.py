@@ -34,17 +34,23 @@ PROMISE = {"slo": {"ttft_ms": 20_000, "tpot_ms": 2_000}}
 class Replicas(FarSide):
     """Replicas that a router reaches over its own connections only."""
 
-    def __init__(self, controller: LocalController) -> None:
+    def __init__(
+        self,
+        controller: LocalController,
+        engine: SimulatedEngineConfig = TRUTH,
+        report_interval_s: float = 0.01,
+    ) -> None:
         super().__init__()
+        self.engine, self.report_interval_s = engine, report_interval_s
         self.controller = controller
         self.replicas: dict[str, Replica] = {}
         self.servers: dict[str, StreamServer] = {}
         self.channels = Channels(self.find)
 
     async def start(self, name: str) -> None:
-        config = ReplicaConfig(report_interval_s=0.01)
+        config = ReplicaConfig(report_interval_s=self.report_interval_s)
         engine = SimulatedEngine(
-            EngineConfig(kind="simulated", model="m", simulated=TRUTH), name, 64
+            EngineConfig(kind="simulated", model="m", simulated=self.engine), name, 64
         )
         replica = Replica(name, "node", engine, config, self.controller.controller)  # type: ignore[arg-type]
         await replica.start()

@@ -4,6 +4,7 @@ import { draw, make } from "./figures.js";
 
 const HEIGHT = 100;
 const WIDTH = 100;
+const WIDE = 20; // times the least value: from there on an axis is logarithmic
 
 const known = (values) => values.filter((value) => value !== null && value !== undefined);
 const last = (values) => known(values).at(-1) ?? null;
@@ -15,8 +16,26 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((bound) => bound >= value * (1 - 1e-9));
 }
 
+/** An axis from 0, or a logarithmic one from a power of ten: `at(value)` is a share of its height. */
+function linear(most) {
+  return { low: 0, most, lines: [0, 0.5, 1], log: false, at: (value) => Math.min(value, most) / most };
+}
+
+function logarithmic(least, most) {
+  const low = 10 ** Math.floor(Math.log10(least) + 1e-9);
+  const at = (value) => Math.min(1, Math.max(0, Math.log(value / low) / Math.log(most / low)));
+  const lines = [1];
+  for (let power = low; power < most; power *= 10) lines.push(at(power));
+  return { low, most, lines, log: true, at };
+}
+
+function axisOf(values) {
+  const [least, most] = [Math.min(...values), Math.max(0, ...values)];
+  return least > 0 && most >= WIDE * least ? logarithmic(least, roundUp(most)) : linear(roundUp(most));
+}
+
 /** The parts of a line between its gaps. */
-function runs(values, most) {
+function runs(values, axis) {
   const step = WIDTH / Math.max(1, values.length - 1);
   const found = [];
   let run = null;
@@ -26,22 +45,22 @@ function runs(values, most) {
       return;
     }
     if (run === null) found.push((run = []));
-    const height = HEIGHT - (HEIGHT * Math.min(value, most)) / most;
+    const height = HEIGHT * (1 - axis.at(value));
     run.push(`${(index * step).toFixed(2)},${height.toFixed(2)}`);
   });
   // A single point is a short line, for else nothing would be drawn.
   return found.map((run) => (run.length > 1 ? run : [run[0], `${Number(run[0].split(",")[0]) + 1},${run[0].split(",")[1]}`]));
 }
 
-function plot(lines, most, said) {
+function plot(lines, axis, said) {
   const svg = draw(
     "svg",
     { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": said },
     draw("title", {}, said),
-    ...[0, 0.5, 1].map((part) => draw("line", { x1: 0, x2: WIDTH, y1: HEIGHT * part, y2: HEIGHT * part })),
+    ...axis.lines.map((part) => HEIGHT * (1 - part)).map((y) => draw("line", { x1: 0, x2: WIDTH, y1: y, y2: y })),
   );
   lines.forEach(({ values }, place) => {
-    for (const run of runs(values, most)) svg.append(draw(`polyline.line-${place}`, { points: run.join(" ") }));
+    for (const run of runs(values, axis)) svg.append(draw(`polyline.line-${place}`, { points: run.join(" ") }));
   });
   return svg;
 }
@@ -62,14 +81,14 @@ function inWords(name, lines, format, span) {
  * value may be null; `span` says how much time they cover. */
 export function chart(name, lines, format, span) {
   const all = lines.flatMap(({ values }) => known(values));
-  const most = roundUp(Math.max(0, ...all));
+  const axis = axisOf(all);
   const lasts = lines.map(({ label, values }, place) =>
     make(`span.last.line-${place}`, {}, label ? `${label} ` : "", make("b", {}, format(last(values)))),
   );
   const body = all.length
     ? [
-        make("span.axis.y", { "aria-hidden": "true" }, make("span", {}, format(most)), make("span", {}, format(0))),
-        plot(lines, most, inWords(name, lines, format, span)),
+        make("span.axis.y", { "aria-hidden": "true" }, ...[format(axis.most), ...(axis.log ? ["log"] : []), format(axis.low)].map((text) => make("span", {}, text))),
+        plot(lines, axis, inWords(name, lines, format, span)),
         make("span.axis.x", { "aria-hidden": "true" }, make("span", {}, `${span} ago`), make("span", {}, "now")),
       ]
     : [make("p.hint", {}, "No value yet.")];
@@ -82,7 +101,7 @@ export function sparkline(name, values, most, format, span) {
   return make(
     "span.spark",
     {},
-    plot([{ values }], most, inWords(name, [{ values }], format, span)),
+    plot([{ values }], linear(most), inWords(name, [{ values }], format, span)),
     make("span.axis.y", { "aria-hidden": "true" }, make("span", {}, format(most)), make("span", {}, format(0))),
   );
 }

@@ -46,7 +46,10 @@ export function count(value) {
 }
 
 export const rate = (value) => (value === null ? NONE : `${value > 0 && value < 10 ? value.toFixed(1) : count(value)}/s`);
-export const level = (value) => (value === null ? "" : value >= 0.99 ? ".good" : value >= 0.9 ? ".warn" : ".bad");
+/** The colour of a share of which as much as `target` is wanted. */
+export const tone = (value, target) => (value === null ? "" : value >= target ? ".good" : value >= 0.9 ? ".warn" : ".bad");
+export const ratio = (part, whole) => (whole ? part / whole : null);
+export const sum = (rows, read) => rows.reduce((total, row) => total + read(row), 0);
 export const ago = (value) => (value < 1000 ? "now" : `${ms(value)} ago`);
 
 /** A list of names and values. */

@@ -28,12 +28,13 @@ async function poll() {
   polling = true;
   try {
     const query = wanted ? `request_id=${encodeURIComponent(wanted)}` : `limit=${DECISIONS}`;
-    const [fleet, told] = await Promise.all([ask("fleet"), ask(`decisions?${query}`)]);
+    const open = by("last").open;
+    const [fleet, told] = await Promise.all([ask("fleet"), open && ask(`decisions?${query}`)]);
     const silent = fleet.unavailable;
     if (silent.length) trouble(`The controller or observer of ${silent.join(", ")} does not answer.`);
     else trouble(Date.now() < notice.until ? notice.text : null);
     showFleet(fleet, change);
-    showDecisions(told.decisions, wanted);
+    if (told) showDecisions(told.decisions, wanted);
     succeeded();
   } catch (error) {
     failed(error);
@@ -146,6 +147,12 @@ by("pause").addEventListener("click", () => {
   } else {
     poll();
   }
+});
+
+// On a phone the decisions are behind a tap, and are not asked for before it.
+by("last").open = !matchMedia("(max-width: 46rem)").matches;
+by("last").addEventListener("toggle", () => {
+  if (by("last").open && !paused) poll();
 });
 
 addEventListener("hashchange", () => {

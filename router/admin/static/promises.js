@@ -1,59 +1,33 @@
-// How promises are kept, and whether forecast first tokens come as often as they should.
+// The margins of promises, and whether forecast first tokens come as often as they should.
 
-import { by, count, draw, make, ms, share } from "./figures.js";
+import { by, count, draw, make, pairs, share } from "./figures.js";
 
 const SIZE = 100;
-const MARKED = [0.5, 0.9, 0.99];
+const NAMES = { ttft: "TTFT", tpot: "TPOT", e2e: "end to end" };
 
-const tone = (kept, level) => (kept === null ? "" : kept >= level ? ".good" : kept >= 0.9 ? ".warn" : ".bad");
-
-/** Show them for each model that has promised anything; `manyModels`: each below its name. */
-export function showPromises(models, manyModels) {
-  // A controller of an earlier version tells nothing of it.
-  const shown = models.filter(([, facts]) => facts.calibration?.promised);
+/** Show them for each model with ended promises; `manyModels`: each below its name. */
+export function showPromises(up, manyModels) {
+  const shown = up.filter(([, { calibration }]) => calibration.promised || calibration.reliability.count);
   by("no-promises").hidden = shown.length > 0;
   by("promises").replaceChildren(
     ...shown.map(([name, { calibration }]) =>
-      make("div", {}, ...(manyModels ? [make("h3", {}, name)] : []), summary(calibration), make("div.promises", {}, table(name, calibration), ...plots(calibration))),
+      make("div", {}, ...(manyModels ? [make("h3", {}, name)] : []), make("div.promises", {}, facts(calibration), ...plots(calibration))),
     ),
   );
 }
 
-function summary(found) {
-  const names = { ttft: "TTFT", tpot: "TPOT", e2e: "end to end" };
-  const margins = Object.entries(found.margins).map(([name, margin]) => `${names[name] ?? name} ${share(margin)}`);
-  return make("p.hint", {}, `Level ${share(found.level)}. The latest ${count(found.promised)} promises, over ${ms(found.window_ms)}. Planned earlier by at most: ${margins.join(", ")}.`);
+/** The observed shares of first tokens by p50, p90 and p99 of the forecast, if any was checked. */
+export function byForecast({ count: checked, observed }, quantiles) {
+  return checked ? [0.5, 0.9, 0.99].map((quantile) => share(observed[quantiles.indexOf(quantile)])).join(" · ") : null;
 }
 
-function table(model, found) {
-  const head = ["Promises", "Promised", "Kept", ...MARKED.map((quantile) => `By p${Math.round(100 * quantile)}`)];
-  const places = MARKED.map((quantile) => found.quantiles.indexOf(quantile));
-  const row = (name, { promised, kept, reliability }) => {
-    const ratio = promised ? kept / promised : null;
-    const cell = (label, state, value) => make("td", { "data-label": label }, make(`span${state}`, {}, value));
-    const seen = places.map((place) => reliability?.observed[place] ?? null);
-    return make(
-      "tr",
-      {},
-      make("th", { scope: "row" }, name),
-      cell(head[1], "", count(promised)),
-      cell(head[2], tone(ratio, found.level), share(ratio)),
-      ...seen.map((value, index) => cell(head[3 + index], "", share(value))),
-    );
-  };
-  return make(
-    "table.stack",
-    { "aria-label": `Promises of ${model} by class and replica` },
-    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))),
-    make(
-      "tbody",
-      {},
-      row("All", found),
-      ...(found.moved ? [row("Moved", { promised: found.moved, kept: found.moved_kept })] : []),
-      ...found.classes.map((each) => row(`Class ${each.class}`, each)),
-      ...found.replicas.map((each) => row(`Replica ${each.replica_id}`, each)),
-    ),
-  );
+function facts({ margins, moved, moved_kept: kept, reliability, quantiles }) {
+  const checked = byForecast(reliability, quantiles);
+  return pairs([
+    ...Object.entries(margins).map(([name, margin]) => [`Largest margin of ${NAMES[name] ?? name}`, share(margin)]),
+    ...(moved ? [["Promises that moved, and were kept", `${count(moved)} · ${count(kept)}`]] : []),
+    ...(checked ? [["First tokens by forecast p50 · p90 · p99", checked]] : []),
+  ]);
 }
 
 function plots({ quantiles, reliability }) {
