@@ -46,11 +46,21 @@ def queries(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def test_there_are_three_and_their_names_differ() -> None:
+def test_there_are_four_and_their_names_differ() -> None:
     dashboards = [load(path) for path in DASHBOARDS]
-    assert len(dashboards) == 3
+    assert len(dashboards) == 4
     for field in ("uid", "title"):
-        assert len({each[field] for each in dashboards}) == 3
+        assert len({each[field] for each in dashboards}) == 4
+
+
+def test_the_starter_has_a_dozen_panels_of_the_others() -> None:
+    def panels(path: Path) -> list[dict[str, Any]]:
+        return [{**panel, "id": 0, "gridPos": {}} for panel in load(path)["panels"]]
+
+    starter = next(path for path in DASHBOARDS if path.stem == "starter")
+    others = [panel for path in DASHBOARDS if path != starter for panel in panels(path)]
+    assert len(panels(starter)) == 12
+    assert [panel["title"] for panel in panels(starter) if panel not in others] == []
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
