@@ -26,7 +26,7 @@ from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
-from sluice.router.errors import ApiError, Reason, shown
+from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.ingress.access import (
     LIVE_PATH,
     METRICS_PATH,
@@ -38,6 +38,7 @@ from sluice.router.ingress.access import (
 )
 from sluice.router.ingress.middleware import Cors, IngressMiddleware, Pause, Shedder
 from sluice.router.metrics.page import Page
+from sluice.router.metrics.vllm_names import with_vllm_names
 from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
@@ -216,8 +217,14 @@ def _status_routes(
         return described
 
     @routes.get("/metrics", response_model=None)
-    async def metrics_page() -> Response:
-        return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    async def metrics_page(request: Request) -> Response:
+        names = request.query_params.get("names", "sluice")
+        if names not in ("sluice", "vllm"):
+            raise invalid(f"names must be sluice or vllm, got {shown(names)}", "names")
+        text = await page.render()
+        if names == "vllm":
+            text = await asyncio.to_thread(with_vllm_names, text, next(iter(fleets)).model)
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes
 
