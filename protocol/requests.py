@@ -64,8 +64,11 @@ class RequestBody(dict[str, Any]):
     ) -> RequestBody:
         """The body with these ``parts``. Raises what ``parse`` raises."""
         sent = cls.parse(raw)
-        fields = {name: value for name, value in sent.items() if name not in removed}
-        return sent.with_fields({**fields, **changed})
+        for name in removed:
+            sent.pop(name, None)
+        sent.update(changed)
+        sent._changed, sent._removed = dict(changed), removed
+        return sent
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RequestBody.of_parts, self.parts

@@ -81,8 +81,12 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     def asked(self) -> EngineRequest:
         """The request. Raises what ``RequestBody.parse`` raises."""
-        body = RequestBody.of_parts(self.raw, self.changed, self.removed)
-        return replace(self.request, body=body)
+        request = self.request
+        # It was decoded for this alone; a copy takes longer than all else here.
+        object.__setattr__(
+            request, "body", RequestBody.of_parts(self.raw, self.changed, self.removed)
+        )
+        return request
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -416,7 +416,8 @@ class ReplicaConfig(BaseModel):
         gt=0,
         le=1,
         description="Min time between two reports to the controller, seconds; a replica without "
-        "news reports after 20 times this.",
+        "news reports after 20 times this, one whose requests only have further tokens after 4 "
+        "times.",
     )
     hung_after_s: float = Field(
         default=5.0,

@@ -29,6 +29,10 @@ MAX_FINISHED = 4096
 
 _RETRY_S = 0.1  # Min wait after an unanswered report
 
+_TOKENS_EVERY = 4
+"""Intervals after which further tokens alone are reported, while no request waits for its first:
+deadlines are absolute, and the controller counts at once what it has placed since."""
+
 
 class ReportTarget(Protocol):
     """The receiver of reports: a controller's client. Each call has its own deadline."""
@@ -61,11 +65,16 @@ class Changes(NamedTuple):
     rows: np.ndarray
     held_slots: np.ndarray
     held: np.ndarray
+    only_tokens: bool
+    """Whether all requests decode, as they did before, and have further tokens."""
 
     @property
     def any(self) -> bool:
         """Whether there is any difference."""
         return len(self.slots) + len(self.held_slots) > 0
+
+
+_SAME_IN_DECODE = ("key", "phase", "pending_tokens", "later_stages")
 
 
 class AcknowledgedState:
@@ -86,7 +95,13 @@ class AcknowledgedState:
         self._is_live[slots] = True
         freed = self._slots[~self._is_live[self._slots]]
         self._is_live[slots] = False
+        all_decode = bool((rows["emitted_tokens"] > 0).all())
         slots, rows = slots[differs], rows[differs]
+        before = self._words[slots].view(ROW)[:, 0]
+        decodes = before["emitted_tokens"] > 0
+        for name in _SAME_IN_DECODE:
+            decodes &= rows[name] == before[name]
+        only_tokens = all_decode and bool(decodes.all()) and not len(freed)
         if len(freed):
             slots = np.concatenate([slots, freed])
             rows = np.concatenate([rows, np.zeros(len(freed), ROW)])
@@ -95,12 +110,8 @@ class AcknowledgedState:
         known = self._held[: len(held)]
         if not np.array_equal(held, known):
             held_slots = np.flatnonzero((held != known).any(axis=1)).astype(np.int32)
-        return Changes(
-            slots,
-            rows,
-            held_slots,
-            state.held[held_slots],
-        )
+        only_tokens = only_tokens and not len(held_slots)
+        return Changes(slots, rows, held_slots, state.held[held_slots], only_tokens)
 
     def acknowledge(self, state: EngineState) -> None:
         """The controller has acknowledged ``state``."""
@@ -116,7 +127,7 @@ def _words(records: np.ndarray) -> np.ndarray:
 
 class Reporter:
     """Reports a replica's changes, at most every ``report_interval_s``, at least every
-    ``heartbeat_s``.
+    ``heartbeat_s``, and further tokens alone every :data:`_TOKENS_EVERY` intervals.
 
     The state table sends no notifications, so it is read every interval while requests are live,
     and else at the next heartbeat or ``wake``. ``read_state`` may raise ``RuntimeError``: the
@@ -227,9 +238,10 @@ class Reporter:
         changes = self._acknowledged.changes(state)
         hung = self._hung(state)
         known = self._draining == self._known_draining and hung == self._known_hung
-        changed = changes.any or bool(self._finished) or not known
         epoch = self._epoch
         silent_s = self._clock() - self._sent_s
+        waits = changes.only_tokens and silent_s < _TOKENS_EVERY * self._interval_s
+        changed = (changes.any and not waits) or bool(self._finished) or not known
         if epoch is None:
             reply = await self._send_hello(state, hung)
         elif changed or silent_s >= self._heartbeat_s:

@@ -231,7 +231,11 @@ class TextLines(_Lines):
         named = " ".join([f"{name}={_quoted(value)}" for name, value in fields])
         head = f"{self.time(record)} {record.levelname.lower()} {self._process} {record.name}"
         line = f"{head}: {record.getMessage()}"
-        line = _CONTROL.sub(_escaped, f"{line} {named}" if named else line)
+        line = f"{line} {named}" if named else line
+        if not (line.isascii() and line.isprintable()):
+            line = _CONTROL.sub(_escaped, line)
+        if not record.exc_info:
+            return line
         # Indented, as the message of an exception may hold a line that looks like one of ours.
         traceback = (_CONTROL.sub(_escaped, each) for each in self.exception(record).split("\n"))
         return line + "".join(f"\n  {each}" for each in traceback if each)
@@ -240,7 +244,7 @@ class TextLines(_Lines):
 def _quoted(value: object) -> str:
     """``value`` as one word or in quotes, so that it cannot look like further fields."""
     text = str(value)
-    if _BARE.fullmatch(text):
+    if isinstance(value, (int, float)) or _BARE.fullmatch(text):
         return text
     return json.dumps(text, ensure_ascii=not text.isprintable())
 

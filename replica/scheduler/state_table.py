@@ -255,7 +255,7 @@ class StateTable:
             for name in _CHANGING:
                 rows[name][slots] = live[name]
             rows["phase"][slots] = np.where(live["running"] > 0, RUNNING, WAITING)
-            rows["expected_tokens"][slots] = np.nan_to_num(live["expected_tokens"])
+            rows["expected_tokens"][slots] = np.fmax(live["expected_tokens"], 0)
         for name, value in summary.items():
             self.summary[name] = value
         self._sequence += 1

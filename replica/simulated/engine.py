@@ -58,13 +58,26 @@ class _LiveCall:
     sequences: list[SimulatedSequence] = field(default_factory=list)
     first_choice_s: list[float] = field(default_factory=list)
     started_s: float | None = None
-    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    moved: bool = False
+    waiter: asyncio.Future[None] | None = None
     aborted: bool = False
 
     @property
     def queued_s(self) -> float:
         """From its arrival until its first sequence ran."""
         return 0.0 if self.started_s is None else self.started_s - self.received_s
+
+    def wake(self) -> None:
+        """There are tokens, or it has ended."""
+        self.moved = True
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until :meth:`wake` was called. As an event, which would cost as much as a token."""
+        if not self.moved:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
 
 
 class SimulatedEngine:
@@ -179,7 +192,7 @@ class SimulatedEngine:
             raise RequestError(f"{resumed} tokens were sent of {call.max_tokens}.", None)
         if resumed == call.max_tokens:
             live.left = 0
-            live.progress.set()
+            live.wake()
         for choice in range(live.left):
             sequence = self._core.submit(
                 args,
@@ -205,7 +218,7 @@ class SimulatedEngine:
                 computed = self._core.computed_tokens(live.sequences[0])
                 live.aborted = True
                 self._drop(live)
-                live.progress.set()
+                live.wake()
                 return computed
         return 0
 
@@ -236,11 +249,13 @@ class SimulatedEngine:
 
     async def _stream(self, live: _LiveCall, writer: ResponseWriter) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, EVENT_STREAM)
+        resume = live.request.resume
+        if resume is None:
+            await live.wait()  # what opens a stream leaves with the first token, as of vLLM
         opening = writer.opening()
         if opening:
             yield ResponseChunk(opening)
         sent = [0] * len(live.emitted)
-        resume = live.request.resume
         for tokens in filter(None, resume.chunks if resume else ()):
             yield self._chunk(live, writer, 0, sent[0], sent[0] + tokens)
             sent[0] += tokens
@@ -274,8 +289,8 @@ class SimulatedEngine:
             yield ResponseChunk(writer.body(), live.emitted[0])
 
     async def _progress(self, live: _LiveCall) -> None:
-        await live.progress.wait()
-        live.progress.clear()
+        await live.wait()
+        live.moved = False
         if live.left and not live.aborted:
             await self.check_health()
 
@@ -285,7 +300,7 @@ class SimulatedEngine:
         if not sequence.live:
             live.left -= 1
         if live.stream or not live.left:
-            live.progress.set()
+            live.wake()
         if not live.stream and not sequence.choice:
             live.first_choice_s.append(self._now_s - live.received_s)
 
@@ -338,7 +353,7 @@ class SimulatedEngine:
     def _die(self, reason: str) -> None:
         self._dead = reason
         for live in self._calls:
-            live.progress.set()
+            live.wake()
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its response ends without a tail."""

@@ -130,7 +130,7 @@ def rows_of(table: Floats, later: Floats | None = None) -> np.ndarray:
     rows = np.zeros(len(table), ROW)
     for name in _SAME:
         rows[name] = live[name]
-    rows["expected_tokens"] = np.nan_to_num(live["expected_tokens"])
+    rows["expected_tokens"] = np.fmax(live["expected_tokens"], 0)
     rows["phase"] = np.where(live["running"] > 0, RUNNING, WAITING)
     if later is not None:
         rows["tpot_s"] = np.minimum(rows["tpot_s"], later[:, 0])

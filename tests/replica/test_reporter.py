@@ -126,6 +126,26 @@ async def test_a_hello_and_then_only_what_changed() -> None:
     assert bench.mirror.shows(bench.table.read())
 
 
+async def test_further_tokens_alone_are_reported_less_often() -> None:
+    bench = Bench()
+    first = bench.admit(1)
+    await bench.tick()
+    bench.update(first, 10, 1)
+    await bench.tick()
+    reports = len(bench.mirror.messages)
+    for emitted in range(2, 10):
+        bench.update(first, 9 + emitted, emitted)
+        assert await bench.tick() == INTERVAL_S
+    assert len(bench.mirror.messages) == reports + 2
+    assert bench.mirror.shows(bench.table.read())
+
+    bench.update(first, 19, 10)
+    bench.admit(2)
+    await bench.tick()
+    assert len(bench.delta.slots) == 2, "a request that comes takes the others' tokens with it"
+    assert bench.mirror.shows(bench.table.read())
+
+
 async def test_held_chunks_are_told_whole_and_then_as_they_change() -> None:
     bench = Bench()
     bench.hold({3: 33, 5: 55})
