@@ -84,12 +84,12 @@ def _plain(rows: np.ndarray) -> np.ndarray:
 
 @compiled
 def _sound(slots: Ints, rows: np.ndarray, capacity: int) -> bool:
-    ordered = np.sort(slots)
-    if ordered[0] < 0 or ordered[-1] >= capacity:
-        return False
-    for place in range(1, len(ordered)):
-        if ordered[place] == ordered[place - 1]:
+    seen = np.zeros(capacity, np.bool_)
+    for place in range(len(slots)):
+        slot = slots[place]
+        if slot < 0 or slot >= capacity or seen[slot]:
             return False
+        seen[slot] = True
     for place in range(len(rows)):
         row = rows[place]
         if row.phase != 0 and not _live_row_is_sound(row):

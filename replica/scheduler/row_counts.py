@@ -24,6 +24,7 @@ from sluice.scheduling.request.kernels import (
     Floats,
     Ints,
     compiled,
+    copy_row,
 )
 
 # The columns of a request's counts.
@@ -72,7 +73,7 @@ def queue_rows(
         if ends or pending <= 0:
             continue
         row = rows[count]
-        row[:] = table[place]
+        copy_row(row, table[place])
         row[COMPUTED], row[PENDING] = counts[DONE], pending
         row[EMITTED] = known - row[PROMPT]
         row[KV_BLOCKS] = ceil(counts[DONE] / block_tokens) if runs else counts[HELD]
@@ -96,7 +97,7 @@ def changed_rows(table: Floats, counts: Ints, runs: Ints, block_tokens: int) -> 
     rows = np.empty((counts.shape[0], FIELDS))
     for number in range(counts.shape[0]):
         row = rows[number]
-        row[:] = table[counts[number, PLACE]]
+        copy_row(row, table[counts[number, PLACE]])
         done = counts[number, DONE]
         known = counts[number, KNOWN] + counts[number, IN_FLIGHT]
         row[COMPUTED], row[PENDING] = done, max(1, known - done)

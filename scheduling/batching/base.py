@@ -447,7 +447,8 @@ def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
 @compiled
 def tokens_ahead(table: Floats, order: Ints) -> Floats:
     """Per row of ``order``: its tenant's tokens over weight that run or are before it."""
-    names = np.unique(table[order, TENANT])
+    names = table[order, TENANT]
+    names = names[np.argsort(names, kind="mergesort")]
     ahead = np.zeros(names.shape[0])
     ordered = np.zeros(table.shape[0], np.bool_)
     ordered[order] = True

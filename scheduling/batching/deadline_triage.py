@@ -130,7 +130,8 @@ def before(size: Floats, room: Floats, late: Floats) -> Ints:
         while place > 0 and spare[place - 1] >= late[job]:
             place -= 1
         places[job] = place
-        spare[place:] -= late[job]
+        for later in range(place, count):
+            spare[later] -= late[job]
     return places
 
 

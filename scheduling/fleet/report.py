@@ -313,7 +313,9 @@ def clear(figures: Floats, pieces: Floats) -> None:
         DECODE_SHARES, SPENT_S, CLAIMED_BLOCKS, LATER_S, LENT_QUEUED,
     ):  # fmt: skip
         figures[figure] = 0.0
-    figures[FIXED_S] = pieces[:, FIXED].max()
+    figures[FIXED_S] = pieces[0, FIXED]
+    for piece in range(1, pieces.shape[0]):
+        figures[FIXED_S] = max(figures[FIXED_S], pieces[piece, FIXED])
     figures[PACE_S] = figures[QUEUE_PACE_S] = figures[DUE_S] = figures[DECODE_PACE_S] = inf
 
 

@@ -24,6 +24,7 @@ from sluice.scheduling.request.kernels import (
     Floats,
     Ints,
     compiled,
+    copy_row,
     most_work_s,
 )
 
@@ -264,7 +265,7 @@ def put(entries: Floats, count: int, due_s: float) -> int:
     """Make room for an entry behind those that are due no later; return its place."""
     place = count
     while place > 0 and entries[place - 1, 0] > due_s:
-        entries[place] = entries[place - 1]
+        copy_row(entries[place], entries[place - 1])
         place -= 1
     return place
 
@@ -272,8 +273,9 @@ def put(entries: Floats, count: int, due_s: float) -> int:
 @compiled
 def put_in_order(entries: Floats, count: int) -> None:
     """Sort the first ``count`` entries by when they are due. ``O(count log count)``."""
-    order = np.argsort(entries[:count, 0], kind="mergesort")
-    entries[:count] = entries[:count][order]
+    ordered = entries[np.argsort(entries[:count, 0].copy(), kind="mergesort")]
+    for place in range(count):
+        copy_row(entries[place], ordered[place])
 
 
 @compiled

@@ -169,7 +169,7 @@ def for_prefills(
         lengths[row] = _frugal(pieces, alpha[row], context[row], needed[row], most[row])
         longest = max(longest, lengths[row])
         _count_in(load, pieces, lengths[row], alpha[row], tpot_s[row], context[row], 1.0)
-    order = np.argsort(events_s[:events])
+    order = np.argsort(events_s[:events], kind="mergesort")
     best = _prefill_rate(pieces, load, lowest_s, draft_s * (longest - 1))
     chosen = lengths.copy()
     for place in range(events + 1):
@@ -178,7 +178,7 @@ def for_prefills(
         rate = _prefill_rate(pieces, load, at_s, draft_s * (longest - 1))
         if rate > best:
             best = rate
-            chosen[:] = lengths
+            chosen = lengths.copy()
         if place == events:
             break
         row = event_rows[order[place]]
@@ -246,7 +246,7 @@ def for_decodes(pieces: Floats, decodes: Decodes, draft_s: float) -> tuple[float
         rate = output / seconds if seconds > 0.0 else inf
         if rate > best * (1.0 + 1e-9) or best == -inf:
             best, best_s = rate, seconds
-            chosen[:] = lengths
+            chosen = lengths.copy()
         for row in range(count):
             before = lengths[row]
             while lengths[row] < most[row] and chance[row] >= theta:

@@ -66,7 +66,7 @@ def peak(claims: Any, block_tokens: float) -> float:
                 grows[place] = 1.0
                 first[place] = max(0.0, each.blocks - each.left / block_tokens)
     need, growing, most = first.sum(), grows.sum(), 0.0
-    for place in np.argsort(ends):
+    for place in np.argsort(ends, kind="mergesort"):
         if ends[place] == inf:
             break
         # Each is up to one block ahead of its tokens.

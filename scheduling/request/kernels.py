@@ -6,6 +6,7 @@ exact."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 import re
@@ -182,10 +183,10 @@ def _compiler(function: Callable[..., Any]) -> Any:
 
     wanted = config.CACHE_DIR or str(Path(function.__code__.co_filename).parent)
     try:
-        made = njit(cache=True, nogil=True)(function)
+        made = njit(cache=True, nogil=True, no_cfunc_wrapper=True)(function)
     except RuntimeError:
         _warn_not_kept(wanted, "it and the user's cache directory are not writable")
-        made = njit(nogil=True)(function)
+        made = njit(nogil=True, no_cfunc_wrapper=True)(function)
     else:
         made._cache._cache_file._source_stamp = digest_of(function.__module__)
         if config.CACHE_DIR and not made._cache.cache_path.startswith(wanted):
@@ -203,7 +204,13 @@ def _compiler(function: Callable[..., Any]) -> Any:
 
     def compile_as_annotated(*args: Any) -> Any:
         hints = (_hints(function).get(name) for name in function.__code__.co_varnames)
-        return compile_for(*map(_annotated, args, hints))
+        collects = gc.isenabled()
+        gc.disable()  # collections take a tenth of the time, and find nothing
+        try:
+            return compile_for(*map(_annotated, args, hints))
+        finally:
+            if collects:
+                gc.enable()
 
     # numba calls it with arguments of types that it has no machine code for, and then the machine
     # code that it returns, which converts the arguments.
@@ -232,6 +239,14 @@ def _annotated(value: Any, hint: Any) -> Any:
         made = tuple(map(_annotated, value, hints))
         return type(value)(*made) if hasattr(value, "_fields") else made
     return _NUMBERS[hint](value) if hint in (float, int, bool) else value
+
+
+@compiled
+def copy_row(row: Floats, source: Floats) -> None:
+    """``row[:] = source``. For that numba also compiles the text of an error about other shapes,
+    which takes two seconds."""
+    for column in range(row.shape[0]):
+        row[column] = source[column]
 
 
 @compiled
