@@ -4,7 +4,8 @@ device, which get the same requests at the same times.
 Run with ``python -m tests.replica.recorded [--load 0.5] [--system stock] [--scale 4]`` from the
 root of the repository. Without ``--system`` only the simulator runs, and vLLM's core in virtual
 time, which no other work on this machine can change. Times are those of the client; of real systems
-they are divided by ``--scale``, by which arrivals and objectives are stretched, too."""
+they are divided by ``--scale``, by which arrivals and objectives are stretched, too. ``cpu`` is
+processor time by kind of process, not divided."""
 
 from __future__ import annotations
 
@@ -33,10 +34,10 @@ from sluice.benchmarks.experiments.systems import (
     run_cluster,
 )
 from sluice.benchmarks.live import mix, systems
-from sluice.benchmarks.live.client import Outcome
+from sluice.benchmarks.live.client import End, Outcome
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.peers import CPU_ARGS, SYSTEMS, Setting
-from sluice.benchmarks.live.report import Json, table
+from sluice.benchmarks.live.report import Json, Run, table
 from sluice.benchmarks.options import choices_option, show
 from sluice.replica.vllm.local_model import local_model
 from sluice.router.config import ServiceClass
@@ -85,6 +86,12 @@ LIMITS: Final = EngineConfig(kv_blocks=27_400, max_batch_tokens=8_192, max_seque
 
 WARM_UP: Final = (1.0, 8.0, 1_000_000)
 """Load, seconds and seed of what a server gets first."""
+
+START_S: Final = 10.0
+"""Of arrivals, right after a start."""
+
+_STARTS = "Only these arrivals, each at a system that was just started, for 10 s."
+_KEPT = "Starts but the first one find the profile of the step times."
 
 
 _NOISE = 0.01  # of a step's time
@@ -240,25 +247,32 @@ ARGS: Final[Json] = {
 
 
 @contextmanager
-def started(name: str, scale: float) -> Iterator[Callable[[Workload, str], dict[str, float]]]:
+def started(name: str, scale: float, model: Path) -> Iterator[Callable[[Workload, str], Json]]:
     """What sends a load to a system in front of one engine with the timed device, over HTTP."""
     os.environ["SLUICE_TIMED_DEVICE"] = json.dumps({"scale": scale})
     os.environ["PYTHONPATH"] = str(Path.cwd())
-    with tempfile.TemporaryDirectory() as folder, systems.campaign() as bench:
-        model = local_model(Path(folder), layers=1, hidden=64)
+    with systems.campaign() as bench:
         setting = Setting(str(model), ARGS, 1, 0, classes(scale))
         with SYSTEMS[name].start(setting)(bench) as system:
 
-            def drive(load: Workload, run: str) -> dict[str, float]:
+            def drive(load: Workload, run: str) -> Json:
                 make = mix.body_of(run, load.block_tokens, SYSTEMS[name].priorities)
                 bodies = [make(MODEL, number, each) for number, each in enumerate(load.arrivals)]
                 how: Json = {"grace_s": 120.0, "body": lambda *at: bodies[at[1]], "exact": False}
                 seconds, parts = load.duration_s, system.processes
                 done = systems.run(bench, system, {}, seconds, load, parts, **how)
-                return measured(done.outcomes, scale)
+                return {**measured(done.outcomes, scale), **spent(done, scale)}
 
-            drive(workload(WARM_UP[0], scale, *WARM_UP[1:]), "warm-up")
             yield drive
+
+
+def spent(run: Run, scale: float) -> Json:
+    """Output tokens of a run, those a second until its last answer, and its processor time."""
+    done = [each for each in run.outcomes if each.end is End.ANSWERED]
+    ended_s = max([run.seconds, *(each.ended_s or 0.0 for each in done)])
+    tokens = sum(each.output_tokens for each in done)
+    cpu_s = {kind: round(used.cpu_s, 1) for kind, used in run.usage.kinds.items()}
+    return {"tokens": tokens, "tokens_s": round(tokens * scale / ended_s), "cpu": cpu_s}
 
 
 def measured(outcomes: Sequence[Outcome], scale: float) -> dict[str, float]:
@@ -274,24 +288,45 @@ def measured(outcomes: Sequence[Outcome], scale: float) -> dict[str, float]:
 @choices_option("--load", "loads", of=[str(load) for load in SEEDS], words="[default: all]")
 @choices_option("--system", "names", of=SYSTEMS, words="[default: none]")
 @click.option("--scale", default=4.0, show_default=True, type=click.FloatRange(0.1, 100))
-def main(loads: Sequence[str], names: Sequence[str], scale: float) -> None:
+@click.option("--start-seed", "starts", multiple=True, type=int, help=_STARTS)
+@click.option("--kept-profile", is_flag=True, help=_KEPT)
+def main(
+    loads: Sequence[str],
+    names: Sequence[str],
+    scale: float,
+    starts: Sequence[int],
+    kept_profile: bool,
+) -> None:
     """Compare."""
-    from .virtual_core import VirtualCore
+    chosen, rows = [float(load) for load in loads] or list(SEEDS), list[Json]()
 
-    chosen = [float(load) for load in loads] or list(SEEDS)
-    core, rows = VirtualCore(), list[Json]()
-    for load in chosen:
-        rows.append({"load": load, "system": "recorded", **RECORDED[load]})
-        rows.append({"load": load, "system": "simulator", **simulated(load)})
-        rows.append({"load": load, "system": "vLLM, virtual time", **core.run(load)})
-        rows.append({"load": load, "system": "sluice, simulated", **scheduled(load)})
-        rows.append({"load": load, "system": "ideal, simulated", **scheduled(load, ideal=True)})
-    for name in names:
-        with started(name, scale) as drive:
-            for load in chosen:
-                row = {"load": load, "system": name, **drive(workload(load, scale), str(load))}
-                click.echo(str(row), err=True)
-                rows.append(row)
+    def add(row: Json) -> None:
+        click.echo(str(row), err=True)
+        rows.append(row)
+
+    if not starts:
+        from .virtual_core import VirtualCore
+
+        core = VirtualCore()
+        for load in chosen:
+            rows.append({"load": load, "system": "recorded", **RECORDED[load]})
+            rows.append({"load": load, "system": "simulator", **simulated(load)})
+            rows.append({"load": load, "system": "vLLM, virtual time", **core.run(load)})
+            rows.append({"load": load, "system": "sluice, simulated", **scheduled(load)})
+            rows.append({"load": load, "system": "ideal, simulated", **scheduled(load, ideal=True)})
+    with tempfile.TemporaryDirectory() as folder:
+        for place, (name, load, seed) in enumerate(product(names, chosen, starts)):
+            # The path of a model is in the key of its profile.
+            model = local_model(Path(folder, str(place * (not kept_profile))), layers=1, hidden=64)
+            with started(name, scale, model) as drive:
+                row = {"load": load, "system": name, "seed": seed}
+                add({**row, **drive(workload(load, scale, START_S, seed), str(seed))})
+        for name in names if not starts else ():
+            with started(name, scale, local_model(Path(folder), layers=1, hidden=64)) as drive:
+                began = drive(workload(WARM_UP[0], scale, *WARM_UP[1:]), "warm-up")
+                add({"load": WARM_UP[0], "system": f"{name}, started", **began})
+                for load in chosen:
+                    add({"load": load, "system": name, **drive(workload(load, scale), str(load))})
     rows.sort(key=lambda row: float(row["load"]))
     columns = dict.fromkeys(name for row in rows for name in row)
     show(rows, [table(rows, *columns, title="")], False)
