@@ -392,10 +392,13 @@ twice as many on it also starts any number of outputs that would all be late."""
 LATE_SHARE = 0.1
 """Otherwise late requests have this share of the running sequences, but at least one sequence."""
 
+PACE_GAIN = 0.7
+"""A batch with a tail is shorter than the least TPOT by this many times the fixed time of a step,
+so that decodes gain time for later prompts."""
 
 QUIET = 3.0
-"""Neither holds, and the tail has its largest share, once no request has come for this many times
-as long as those in the queue took to come: the overload is over."""
+"""None of these holds, and the tail has its largest share, once no request has come for this many
+times as long as those in the queue took to come: the overload is over."""
 
 
 class Limits(NamedTuple):
@@ -513,8 +516,8 @@ class DeadlineTriage(BatchPolicy):
        is not shed: it goes as far to the front as makes no kept one late.
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. All decodes come first while the kept prefills can afford it.
-    4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog, until
-       the overload is over (``QUIET``).
+    4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog, and less than
+       the decodes leave of it (``PACE_GAIN``), until the overload is over (``QUIET``).
     5. *Ageing*: requests older than ``patience_s`` get ``aged_share`` (``AgedLane``); a decode late
        for longer is in every batch.
 
@@ -653,7 +656,10 @@ class DeadlineTriage(BatchPolicy):
                 # Less than 0.8 from 0.3 s of shed work on, for the sake of requests to come.
                 least = 0.8 if over else 0.1
                 share = min(0.8, max(least, 0.3 / max(float(work_s[shed].sum()), 1e-9)))
-                tail_s = share * min(decodes.least_step_s, LONGEST_STEPS * fixed_s)
+                pace_s = min(decodes.least_step_s, LONGEST_STEPS * fixed_s)
+                tail_s = share * pace_s
+                if not over:
+                    tail_s = min(tail_s, pace_s - PACE_GAIN * fixed_s - batch.cost_s)
             limits = Limits(
                 inf if over else standby_prompts(table, pieces, decodes, fixed_s),
                 int(np.searchsorted(decodes.left_s, 0.0)),

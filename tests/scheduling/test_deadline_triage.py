@@ -285,3 +285,16 @@ def test_outputs_that_would_all_be_late_begin_once_nothing_else_comes() -> None:
     # All took 11 s to come and nothing has come for 29 s, then 9 s and 31 s.
     assert begun(71.0) == 0
     assert begun(69.0) == 3
+
+
+def test_decodes_gain_time_beside_the_tail() -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.02)
+    late = prefill("late", 100, SLO(ttft_s=0.1, tpot_s=0.2), arrival_s=9.0)
+
+    def tokens(answers: int) -> int:
+        running = [decode(f"d{i}", slo, arrival_s=9.5, first_token_s=10.0) for i in range(answers)]
+        return planned(*running, late, now_s=10.0).get("late", 0)
+
+    # 20 ms, less 7 of them for the decodes to gain, a step's 10 ms, and 1 ms for each decode.
+    assert tokens(1) == 2
+    assert tokens(3) == 0
