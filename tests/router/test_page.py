@@ -386,11 +386,17 @@ def test_an_overload_is_said_in_words_with_what_would_help(
             (made,) = site.do(site.local.controller.route([query])).decisions
             site.do(site.local.controller.release([max(1, number - 3)]))
             tiers.append(made.tier)
-            site.edge.metrics.admission.admissions("interactive", made.tier).inc()
+        site.do(site.local.hear(site.edge.metrics))
+        opened(tab, site)
+        # Nothing has ended, and yet it is known that it is too much.
+        assert tab.text("#verdict") == "Overloaded:"
+        assert tab.text("#sentence").startswith("requests ask for more than all of the replicas'")
+        for tier in tiers:
+            site.edge.metrics.admission.admissions("interactive", tier).inc()
             figures = RequestFigures.of(TokenClock(slo, 0.0), Outcome.FAILED, 0.1)
             site.edge.metrics.ended(Call("", "chat", {}, slo, PromptSize(), 0.0), figures)
         site.do(site.local.hear(site.edge.metrics))
-        opened(tab, site)
+        tab.until("document.querySelector('#sentence').innerText.includes('cannot be promised')")
         (pool,) = site.do(fleet_of(site))["models"]["model-0"]["pressure"]
         lacking = tiers.count(Tier.BEST_EFFORT)
         assert 100 < lacking < 200 and pool["needed"] > 2
