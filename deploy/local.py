@@ -112,7 +112,7 @@ KEY_VARIABLE = "SLUICE_KEY"
 """Holds an API key of the reader's in the command that is shown at the start."""
 
 _POLL_S = 0.2
-_REPORT_EVERY_S = 5.0
+_REPORT_EVERY_S = 30.0
 _DRAIN_ANSWER_S = 5.0
 
 REASON_S = 2.0

@@ -8,11 +8,12 @@ import gc
 import multiprocessing
 import queue
 import re
+import shutil
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -21,7 +22,15 @@ from sluice.deploy import driver
 from sluice.deploy.config import SluiceConfig
 from sluice.deploy.driver import Event
 from sluice.deploy.leftovers import Cleaner
-from sluice.deploy.local import REASON_S, RayEndedError, StartError, StoppedError, StopSignals
+from sluice.deploy.local import (
+    REASON_S,
+    RayEndedError,
+    StartError,
+    StoppedError,
+    StopSignals,
+    state_folder,
+)
+from sluice.deploy.progress import Progress
 from sluice.deploy.ray_start import PHASES_FILE
 from sluice.replica.private_dir import make_private_dir
 from sluice.telemetry.phases import Phases
@@ -74,9 +83,9 @@ class _TooSlowError(RayEndedError):
 class Supervised:
     """An application that is served by processes of its own. Not for several threads."""
 
-    def __init__(self, config: SluiceConfig, report: Callable[[str], None]) -> None:
+    def __init__(self, config: SluiceConfig, progress: Progress) -> None:
         self._config = config
-        self._report = report
+        self._progress = progress
         # So long this process has computed, which is nearly all that it has done so far.
         self._zero_s = time.monotonic() - time.process_time()
         self._begin()
@@ -103,16 +112,40 @@ class Supervised:
         StartError: it cannot be served; RayEndedError: a part has ended; StoppedError: a signal."""
         for left in reversed(range(_TRIES)):
             try:
-                return self._start(stop)
+                self._start(stop)
+                return self._progress.ready(self._elapsed_s())
             except (StartError, RayEndedError) as error:
                 if not isinstance(error, _TooSlowError) or not left:
                     self._show_phases()
                     if phases := self._phases.unfinished():
                         error.args = (f"{error} (in: {phases})",)
+                    if (log := self._keep_logs()) is not None:
+                        error.args = (f"{error}; log: {log}",)
                     raise
-                self._report(f"this machine is busy: {error}; starting it again")
+                self._progress.line(f"this machine is busy: {error}; starting it again")
                 self.end()
                 self._begin()
+            finally:
+                self._progress.clear()
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._zero_s
+
+    def _keep_logs(self) -> Path | None:
+        """Copy Ray's logs, in place of those of the last start that failed, and return the log of
+        the phase that has failed, or else their folder; ``None``: there are none."""
+        logs = self._local_dir / "ray" / "session_latest" / "logs"
+        kept = None
+        with suppress(OSError, RuntimeError):  # no home, or a full disk
+            target = state_folder() / "failed_start"
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            target.mkdir(mode=0o700)
+            shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
+            kept = target
+            for pid in self._phases.failed_in():
+                kept = next(iter(target.glob(f"worker-*-{pid}.err")), kept)
+        return kept
 
     def _start(self, stop: StopSignals) -> None:
         """The same, once. Raises _TooSlowError: the machine is too busy for Ray."""
@@ -124,6 +157,7 @@ class Supervised:
                 raise StoppedError("stopped before the application was ready")
             message = self._next_message()
             self._show_phases()
+            self._progress.show(self._elapsed_s(), self._phases.running())
             now_s = time.monotonic()
             if message is not None:
                 last_s = now_s
@@ -137,7 +171,7 @@ class Supervised:
                         raise self._end_of(lost)
                     raise StartError(message.text)
                 if message.event == "report":
-                    self._report(message.text)
+                    self._progress.doing(message.text)
                 elif message.event == "ray":
                     ray_runs = True
                 continue
@@ -185,7 +219,7 @@ class Supervised:
     def stop(self, drain_s: float, stop: StopSignals) -> None:
         """Refuse new requests, let others run for at most ``drain_s`` seconds, and stop. A further
         signal ends that at once."""
-        self._report("stopping")
+        self._progress.line("stopping")
         with suppress(OSError):  # it has ended, which is seen below
             self._connection.send(drain_s)
         limit_s = time.monotonic() + drain_s + _END_S
@@ -194,7 +228,7 @@ class Supervised:
             if message is not None and message.event == "stopped":
                 return
             if message is not None and message.event == "report":
-                self._report(message.text)
+                self._progress.line(message.text)
             if not self._driver.is_alive():
                 return
 
@@ -215,8 +249,8 @@ class Supervised:
             return None
 
     def _show_phases(self) -> None:
-        for line in self._phases.news():
-            self._report(line)
+        for ended in self._phases.news():
+            self._progress.phase(ended)
 
     def _descendants(self) -> list[psutil.Process]:
         try:

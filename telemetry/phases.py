@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,18 @@ def _append(path: str | None, *fact: Any) -> None:
             file.write(f"{json.dumps([os.getpid(), *fact])}\n")
 
 
+class Ended(NamedTuple):
+    """A phase that has ended ``at_s`` after the begin of the start."""
+
+    name: str
+    how: str
+    at_s: float
+    took_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at_s:5.1f} s  {self.name}{self.how}, {self.took_s:.1f} s"
+
+
 class Phases:
     """Reads the phases of all processes that inherit ``path``. ``zero_s``: the begin of the start,
     monotonic."""
@@ -50,11 +62,11 @@ class Phases:
         self._file = path.open()
         self._zero_s = zero_s
         self._open: dict[tuple[int, str], None] = {}
-        self._failed: dict[str, None] = {}
+        self._failed: dict[str, int] = {}
 
-    def news(self) -> list[str]:
-        """A line for each phase that has ended since the last call."""
-        lines = []
+    def news(self) -> list[Ended]:
+        """The phases that have ended since the last call."""
+        found = []
         # A line is written at once, and so is read whole.
         for line in self._file:
             pid, name, begun_s, ended_s, *how = json.loads(line)
@@ -63,14 +75,22 @@ class Phases:
                 continue
             self._open.pop((pid, name), None)
             if how:
-                self._failed[name] = None
-            words = " ".join([name, *how])
-            lines.append(f"{ended_s - self._zero_s:5.1f} s  {words}, {ended_s - begun_s:.1f} s")
-        return lines
+                self._failed[name] = pid
+            words = "".join(f" {word}" for word in how)
+            found.append(Ended(name, words, ended_s - self._zero_s, ended_s - begun_s))
+        return found
+
+    def running(self) -> str:
+        """The names of the phases that have not ended, the last to begin first."""
+        return "; ".join(dict.fromkeys(name for _, name in reversed(self._open)))
 
     def unfinished(self) -> str:
         """The names of the phases that have failed, or else of those that have not ended."""
         return "; ".join(self._failed or dict.fromkeys(name for _, name in self._open))
+
+    def failed_in(self) -> set[int]:
+        """The processes of the phases that have failed."""
+        return set(self._failed.values())
 
     def close(self) -> None:
         """Close the file."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 from pydantic import SecretStr
-from rich.console import Console
 
 from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure, load
 from sluice.deploy.config import SluiceConfig
@@ -29,6 +28,7 @@ from sluice.deploy.local import (
     stop_signals,
 )
 from sluice.deploy.migration import add_flags
+from sluice.deploy.progress import Progress
 from sluice.deploy.supervisor import Supervised
 from sluice.replica.vllm_args import long_flag, parse_flags
 from sluice.router.batches.byte_store import make_folder
@@ -148,18 +148,15 @@ def serve(words: tuple[str, ...], path: Path | None, drain_s: float, **flags: An
     if config.engine.kind != "vllm" and (given := overrides.get("engine", {}).get("vllm_args")):
         raise click.UsageError(f"--{next(iter(given))}: no such option of a simulated engine")
     config, admin_key = with_admin_key(with_batches_folder(config))
-    err = Console(stderr=True)
-
-    def report(line: str) -> None:
-        err.print(f"[dim]sluice:[/dim] {line}", highlight=False, soft_wrap=True)
-
+    progress = Progress(config)
+    report = progress.line
     url = base_url(config)
     try:
         check(config)
     except StartError as error:
         raise Failure(Exit.FAILED, str(error)) from error
     with stop_signals() as stop:
-        application = Supervised(config, report)
+        application = Supervised(config, progress)
         try:
             application.start(stop)
             with noted(LocalRun(address=url, key=admin_key)):

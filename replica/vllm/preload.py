@@ -4,9 +4,12 @@ import gc
 
 from sluice.telemetry.phases import phase
 
+_DOWNLOAD = "snapshot_download"
+
 gc.disable()  # collections take a quarter of an import's time, and find nothing
 with phase("import vLLM"):
     import vllm.v1.engine.core  # noqa: F401
+    from huggingface_hub import HfApi
     from vllm.v1.executor.abstract import Executor
 
     import sluice.replica.grammar.check
@@ -22,6 +25,8 @@ for method, name in {
     "compile_or_warm_up_model": "compile and warm up",
 }.items():
     setattr(Executor, method, phase(f"engine: {name}")(getattr(Executor, method)))
+# vLLM gets weights with it; a folder of weights is not downloaded.
+setattr(HfApi, _DOWNLOAD, phase("engine: download")(getattr(HfApi, _DOWNLOAD)))
 # A collection in a fork would write to each object, and so copy the memory that they share.
 gc.collect()
 gc.freeze()

@@ -236,6 +236,8 @@ def test_nothing_is_ready_before_vllm_has_been_asked(tmp_path: Path, replica: st
         asked = "replica: check the arguments" if not replica else "vLLM: asked for its arguments"
         assert f"  {asked}" in it.err
         assert replica or f"(in: {asked})" in it.err
+        log = Path(it.err.rpartition("; log: ")[2].strip())
+        assert log.is_dir() if replica else f"{asked} failed" in log.read_text()
 
 
 @pytest.mark.release

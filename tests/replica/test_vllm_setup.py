@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from sluice.replica.config import TransferConfig
 from sluice.replica.scheduler.speculation import BY_BATCH_SIZE
 from sluice.replica.scheduler.xargs import SchedulerSettings
 from sluice.replica.vllm.setup import choose_parser, parse_arguments, parser_of, transfer_argument
+from sluice.telemetry.phases import FILE_VARIABLE, Phases
 
 pytestmark = pytest.mark.vllm
 
@@ -207,3 +210,22 @@ def test_a_parser_is_chosen_by_the_template_unless_one_is_stated(caplog, tmp_pat
     assert "vllm_args" not in caplog.text
     assert chosen(unknown) == (False, None)
     assert "set enable-auto-tool-choice and tool-call-parser" in caplog.text
+
+
+def test_a_download_is_a_phase_of_the_start(tmp_path):
+    phases = Phases(tmp_path / "phases", zero_s=0.0)
+    code = f"""
+import sluice.replica.vllm.preload
+from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+download_weights_from_hf("nobody/nothing", {str(tmp_path)!r}, ["*.safetensors"])
+"""
+    environment = os.environ | {FILE_VARIABLE: str(tmp_path / "phases"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, check=False
+    )
+    assert b"LocalEntryNotFoundError" in ran.stderr
+    assert [(ended.name, ended.how) for ended in phases.news()] == [
+        ("import vLLM", ""),
+        ("engine: download", " failed"),
+    ]
+    phases.close()

@@ -24,9 +24,9 @@ def test_phases_of_all_processes_are_shown_once_as_they_end(
     with phase("outer"):
         code = "from sluice.telemetry.phases import phase\nwith phase('other'): pass"
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
-        assert [words(line) for line in found.news()] == ["other"]
-        assert found.unfinished() == "outer"
-    assert [words(line) for line in found.news()] == ["outer"]
+        assert [words(str(ended)) for ended in found.news()] == ["other"]
+        assert (found.unfinished(), found.running()) == ("outer", "outer")
+    assert [words(str(ended)) for ended in found.news()] == ["outer"]
     assert (found.news(), found.unfinished()) == ([], "")
     found.close()
 
@@ -42,8 +42,13 @@ def test_a_phase_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with phase("outer"), pytest.raises(ValueError), phase("middle"):
         fail()
-    assert [words(line) for line in found.news()] == ["inner failed", "middle failed", "outer"]
+    assert [words(str(ended)) for ended in found.news()] == [
+        "inner failed",
+        "middle failed",
+        "outer",
+    ]
     assert found.unfinished() == "inner; middle"
+    assert (found.running(), found.failed_in()) == ("", {os.getpid()})
     found.close()
 
 
