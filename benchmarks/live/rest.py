@@ -3,11 +3,13 @@ start to the first answer, that of a second engine beside it, memory, and proces
 
 from __future__ import annotations
 
+import os
 import time
 import urllib.request
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import psutil
@@ -36,7 +38,9 @@ SETTLE_S: Final = 10.0
 
 REST_S: Final = 15.0
 
-_FIGURES: Final = ("start_s", "second_s", "memory_mib", "cores", "processes")
+_CACHES: Final = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+_FIGURES: Final = ("start_s", "nothing_cached_s", "second_s", "memory_mib", "cores", "processes")
 
 _SCALED: Final = {
     "autoscaling": {
@@ -63,13 +67,31 @@ def measured(bench: Bench, rounds: int) -> list[Json]:
             with peers.SYSTEMS[name].start(setting)(bench) as system:
                 start_s = time.monotonic() - begun_s
                 row = {"system": name, "round": number, "start_s": round(start_s, 1)}
-                runs.append(row | _at_rest(bench, system))
+                row |= _at_rest(bench, system)
+            bench.say(f"starting {name} with nothing cached")
+            begun_s = time.monotonic()
+            with _nothing_cached(), peers.SYSTEMS[name].start(setting)(bench):
+                row["nothing_cached_s"] = round(time.monotonic() - begun_s, 1)
+            runs.append(row)
         bench.say(f"starting a second replica, round {number + 1} of {rounds}")
         second_s = _second_replica_s(bench, setting)
         for run in runs[-len(SYSTEMS) :]:
             # Of vLLM's own server a second engine is another one.
             run["second_s"] = second_s if run["system"] == "sluice" else run["start_s"]
     return runs
+
+
+@contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """What starts in the block finds no compiled code and no profile."""
+    before = dict(os.environ)
+    with TemporaryDirectory() as folder:
+        os.environ |= dict.fromkeys(("HOME", *_CACHES), folder)
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 def _second_replica_s(bench: Bench, setting: peers.Setting) -> float:
