@@ -82,7 +82,7 @@ def test_a_context_that_is_none_begins_a_new_trace(traceparent: str) -> None:
 def test_it_is_off_by_default_and_then_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert make_tracer(TelemetryConfig().tracing, "router-7") is None
-    with pytest.raises(ValueError, match="sluice\\[otel\\]"):
+    with pytest.raises(ValueError, match="sluice-serve\\[otel\\]"):
         make_tracer(TracingConfig(endpoint="http://127.0.0.1:4318/v1/traces"), "router-7")
 
 

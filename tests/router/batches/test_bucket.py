@@ -137,7 +137,7 @@ def test_without_its_package_a_bucket_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore.fsspec", None)
-    with pytest.raises(OSError, match=r"install sluice\[object-storage\]"):
+    with pytest.raises(OSError, match=r"install sluice-serve\[object-storage\]"):
         Edge(FarSide(a=serve), config=config(tmp_path))
 
 
