@@ -190,8 +190,11 @@ def check_ports(processes: Iterable[psutil.Process]) -> None:
                 here = each.laddr.ip.removeprefix("::ffff:").startswith("127.")
                 seen[_label(process), here] = each.laddr
     assert seen.keys() - allowed.keys() == set(), seen
-    # Another instance on the machine may have the ports of Ray's metrics, and no worker be idle.
-    may_lack = {(name, True) for name in ("monitor.py", "dashboard.py", "ray::IDLE")}
+    # Another instance on the machine may have the ports of Ray's metrics, no worker be idle, and
+    # the driver has left Ray.
+    may_lack = {
+        (name, True) for name in ("monitor.py", "dashboard.py", "ray::IDLE", "sluice-driver")
+    }
     assert allowed.keys() - seen.keys() <= may_lack
 
 

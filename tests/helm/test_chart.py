@@ -58,7 +58,7 @@ def test_what_follows_from_the_code_is_as_the_code_has_it() -> None:
 
 def test_the_versions_are_the_project_s() -> None:
     about = read(CHART / "Chart.yaml")
-    assert about["appVersion"] == about["version"] == metadata.version("sluice")
+    assert about["appVersion"] == about["version"] == metadata.version("sluice-serve")
     ray = read(CHART / "values.yaml")["rayVersion"].split(".")
     assert ray[:2] == metadata.version("ray").split(".")[:2]
 

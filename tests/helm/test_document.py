@@ -45,7 +45,7 @@ def test_helm_is_options_of_things_that_exist() -> None:
     parser.add_argument("--values", "-f", action="append", default=[])
     assert ["chart"] in commands("make")
     make = (ROOT / "Makefile").read_text("utf-8")
-    (folder,) = re.findall(r"sluice.deploy.chart --package (\S+)", make)
+    (folder,) = re.findall(r"\(BIN\)/python -m sluice.deploy.chart --package (\S+)", make)
     for words in commands("helm"):
         options = parser.parse_args(words)
         if "install" in options.words and options.words[-1] != "kuberay/kuberay-operator":
