@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import queue
 import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -33,6 +36,7 @@ from sluice.deploy.local import (
 from sluice.deploy.progress import Progress
 from sluice.deploy.ray_start import PHASES_FILE
 from sluice.replica.private_dir import make_private_dir
+from sluice.replica.processes import end_with_parent
 from sluice.telemetry.phases import Phases
 
 _POLL_S = 0.2
@@ -88,6 +92,7 @@ class Supervised:
         self._progress = progress
         # So long this process has computed, which is nearly all that it has done so far.
         self._zero_s = time.monotonic() - time.process_time()
+        self._compiler = _fork(_compile_ahead, config)
         self._begin()
 
     def _begin(self) -> None:
@@ -96,12 +101,7 @@ class Supervised:
         self._cleaner = Cleaner(self._local_dir)
         self._phases = Phases(self._local_dir / PHASES_FILE, self._zero_s)
         self._connection, its = multiprocessing.Pipe()
-        # A fork has imported what it needs; a collection would copy the memory that they share.
-        gc.freeze()
-        self._driver = multiprocessing.get_context("fork").Process(
-            target=driver.start, args=(self._config, self._local_dir, its), daemon=True
-        )
-        self._driver.start()
+        self._driver = _fork(driver.start, self._config, self._local_dir, its)
         its.close()
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         arguments = (self._connection, self._messages)
@@ -113,6 +113,7 @@ class Supervised:
         for left in reversed(range(_TRIES)):
             try:
                 self._start(stop)
+                self._compiler.join(0.0)
                 return self._progress.ready(self._elapsed_s())
             except (StartError, RayEndedError) as error:
                 if not isinstance(error, _TooSlowError) or not left:
@@ -237,8 +238,9 @@ class Supervised:
         for process in self._descendants():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._driver.kill()
-        self._driver.join()
+        for child in (self._driver, self._compiler):
+            child.kill()
+            child.join()
         self._phases.close()
         self._cleaner.clean()
 
@@ -276,6 +278,28 @@ class Supervised:
         if not ended and not self._driver.is_alive():
             ended = ["the process that talks to Ray"]
         return ended
+
+
+def _fork(target: Callable[..., None], *args: Any) -> BaseProcess:
+    # A fork has imported what it needs; a collection would copy the memory that they share.
+    gc.freeze()
+    child = multiprocessing.get_context("fork").Process(target=target, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def _compile_ahead(config: SluiceConfig) -> None:
+    """Compile what the engines' plans run, unless it is cached: they begin with that once all is
+    imported, each on one core, and a controller compiles for itself beside the imports."""
+    end_with_parent()
+    os.setpgid(0, 0)  # Ctrl-C on the terminal is for the supervisor
+    from sluice.replica.scheduler import row_counts
+    from sluice.scheduling.batching.warm_up import warm_up
+
+    for engine in (pool.engine for fleet in config.fleets for pool in fleet.pools):
+        if engine.kind == "vllm":
+            warm_up(engine.policy, engine.policy_options)
+            row_counts.compile_now()
 
 
 def _receive(driver: Connection, messages: queue.SimpleQueue[_Message]) -> None:
