@@ -31,7 +31,7 @@ from tests.helm.chart import (
     render,
     values_with,
 )
-from tests.helm.schemas import check_native, check_ray_service, check_release
+from tests.helm.schemas import check_native, check_operators, check_ray_service, check_release
 
 EXAMPLES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").iterdir()}
 SCHEMA = jsonschema.Draft7Validator(
@@ -83,6 +83,15 @@ def test_the_checks_see_a_wrong_field() -> None:
     budget["spec"]["minAvailabel"] = budget["spec"].pop("minAvailable")
     with pytest.raises(jsonschema.ValidationError, match="minAvailabel"):
         check_native(budget)
+
+
+def test_the_checks_see_a_wrong_field_of_an_operator_s() -> None:
+    monitor = {"podMonitor": {"enabled": True}}
+    (document,) = render({"monitoring": monitor}).of("PodMonitor")
+    check_operators(document)
+    document["spec"]["podMetricsEndpoints"][0]["intervall"] = "15s"
+    with pytest.raises(ValueError, match="unknown fields"):
+        check_operators(document)
 
 
 def test_serve_and_sluice_accept_the_configuration(release: Release) -> None:

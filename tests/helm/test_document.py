@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
@@ -14,7 +15,10 @@ from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.router.tenancy.auth import parse_keys
 from tests.documents import ROOT, marked
 from tests.helm.chart import Document, merged, read, render, values_with
+from tests.helm.schemas import check_release
 from tests.helm.test_chart import SCHEMA
+from tests.metrics_catalogue import catalogue
+from tests.promql import metrics_in
 
 DOCUMENT = ROOT / "docs" / "kubernetes.md"
 COMMANDS = [
@@ -32,8 +36,25 @@ def commands(program: str) -> list[list[str]]:
 def test_the_values_are_accepted(text: str) -> None:
     values = yaml.safe_load(text)
     SCHEMA.validate(values_with(values))
-    (application,) = render(values).serve_config["applications"]
+    release = render(values)
+    check_release(release)
+    (application,) = release.serve_config["applications"]
     parse_config(application["args"])
+
+
+def test_keda_asks_for_metrics_that_exist() -> None:
+    """And what it scales is there."""
+    found: list[Any] = [yaml.safe_load(text) for text in marked(DOCUMENT, "check: values")]
+    (values,) = (each for each in found if "ScaledObject" in str(each))
+    release = render(values)
+    (scaled,), (deployment,) = release.of("ScaledObject"), release.of("Deployment")
+    assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    (trigger,) = scaled["spec"]["triggers"]
+    known = catalogue()
+    asked = list(metrics_in(promql_parser.parse(trigger["metadata"]["query"])))
+    assert len(asked) == 3
+    for name, labels in asked:
+        assert labels <= known[name].labels
 
 
 def test_helm_is_options_of_things_that_exist() -> None:
@@ -43,15 +64,18 @@ def test_helm_is_options_of_things_that_exist() -> None:
     parser.add_argument("--create-namespace", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--values", "-f", action="append", default=[])
+    parser.add_argument("--version")
     assert ["chart"] in commands("make")
     make = (ROOT / "Makefile").read_text("utf-8")
     (folder,) = re.findall(r"\(BIN\)/python -m sluice.deploy.chart --package (\S+)", make)
     for words in commands("helm"):
         options = parser.parse_args(words)
-        if "install" in options.words and options.words[-1] != "kuberay/kuberay-operator":
-            assert options.words[-1] == f"{folder}/{CHART.name}"
+        if "install" in options.words and "kuberay-operator" not in options.words:
+            about = read(CHART / "Chart.yaml")
+            archive = f"{CHART.name}-{about['version']}.tgz"
+            assert options.words[-1] in (f"{folder}/{CHART.name}", archive)
             values: Document = {}
-            for path in options.values:
+            for path in set(options.values) - {"values.yaml"}:  # which the page has
                 values = merged(values, read(ROOT / path))
             for name, value in (each.split("=", 1) for each in options.set):
                 values = merged(values, _nested(name, value))

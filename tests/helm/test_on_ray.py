@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import base64
-import shlex
+import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 
-from tests.documents import marked
 from tests.e2e.cluster import BIN, START_S, Cluster
 from tests.e2e.conftest import wait_until
 from tests.helm.chart import Release, render
-from tests.helm.test_document import DOCUMENT
 from tests.helm.test_options import run_test_pod
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
@@ -103,9 +102,7 @@ def test_the_test_pod_is_served(client: httpx.Client) -> None:
     assert "ok: x-sluice-admission is guaranteed" in done.stdout
 
 
-def test_a_node_taken_out_of_service_hands_over_first(
-    cluster: Cluster, client: httpx.Client
-) -> None:
+def test_a_worker_that_is_to_end_hands_over_first(cluster: Cluster, client: httpx.Client) -> None:
     """The only replica and the only router are on the node, with an answer on its way."""
     cluster.add_node("other")
     wait_until(lambda: len(cluster.node_names()) == 3, "the other node is there", START_S)
@@ -125,8 +122,8 @@ def test_a_node_taken_out_of_service_hands_over_first(
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(stream)
         wait_until(lambda: any(row["running"] for row in replicas()), "the answer has begun")
-        drain_node(cluster, before["node_id"])
         names = cluster.node_names()
+        hook = end_worker(cluster, names[before["node_id"]], before["node_id"])
 
         def handed_over() -> bool:
             fresh = [row for row in replicas() if row["condition"] == "fresh"]
@@ -135,15 +132,23 @@ def test_a_node_taken_out_of_service_hands_over_first(
 
         wait_until(handed_over, "a replica elsewhere has taken over", START_S)
         text = answer.result()
+        assert hook.wait(START_S) == 0
     assert text.rstrip().endswith("data: [DONE]") and '"error"' not in text
     assert status(client, "/v1/models", "api") == 200
 
 
-def drain_node(cluster: Cluster, node_id: str) -> None:
-    """The document's command, told which node: in a pod it is the pod's."""
-    lines = "".join(marked(DOCUMENT, "check: command")).splitlines()
-    (line,) = (each for each in lines if "drain-node" in each)
-    _, _, words = line.partition(" -- ray ")
+def end_worker(cluster: Cluster, name: str, node_id: str) -> subprocess.Popen[bytes]:
+    """The hook of a worker's pod, which would know the node and see its processes alone."""
+    (container,) = render(VALUES).pods[1]["spec"]["containers"]
+    shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    folder = cluster.folder / "pod"
+    (folder / "proc").mkdir(parents=True)
+    for process in psutil.Process(cluster.nodes[name].pid).children(recursive=True):
+        (folder / "proc" / str(process.pid)).symlink_to(f"/proc/{process.pid}")
     address = f"{ray.util.get_node_ip_address()}:{cluster.gcs_port}"
-    command = [BIN / "ray", *shlex.split(words), "--node-id", node_id, "--address", address]
-    subprocess.run(command, env=cluster.environment, check=True, timeout=START_S)
+    command = folder / "ray"
+    command.write_text(f'#!/bin/sh\nexec {BIN}/ray "$@" --node-id {node_id} --address {address}\n')
+    command.chmod(0o755)
+    environment = {**cluster.environment, "PATH": f"{folder}:{os.environ['PATH']}"}
+    own = script.replace("/proc/", f"{folder}/proc/")
+    return subprocess.Popen([shell, option, own], env=environment)

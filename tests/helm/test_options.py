@@ -95,6 +95,33 @@ def test_a_startup_probe_waits_for_the_ray_node_only() -> None:
     assert others[2]["startupProbe"] == workers[2]["startupProbe"]
 
 
+def test_init_containers_run_before_the_others_and_without_rights() -> None:
+    own = {"name": "copy", "image": "b", "securityContext": {"runAsUser": 1}}
+    fetch = {"name": "fetch", "image": '{{ include "sluice.image" . }}'}
+    workers = [{"name": "w", "resources": {}, "initContainers": [fetch, own]}]
+    SCHEMA.validate(values_with({"workers": workers, "head": {"initContainers": [own]}}))
+    release = render({"workers": workers})
+    check_release(release)
+    head, worker = (pod["spec"] for pod in release.pods)
+    (container,) = worker["containers"]
+    given = {"image": container["image"], "securityContext": container["securityContext"]}
+    assert worker["initContainers"] == [{**fetch, **given}, own]
+    assert "initContainers" not in head
+
+
+@pytest.mark.parametrize(
+    ("stated", "grace_s"), [({}, 900), ({"terminationGracePeriodSeconds": 5}, 5)]
+)
+def test_a_worker_has_its_grace_to_hand_over(stated: Document, grace_s: int) -> None:
+    """Ray is told of an end that is sooner, but not in the past."""
+    release = render({"workers": [{"name": "w", "resources": {}, **stated}]})
+    head, worker = (pod["spec"] for pod in release.pods)
+    assert worker["terminationGracePeriodSeconds"] == grace_s
+    (*_, script) = worker["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert f"--deadline-remaining-seconds {max(0, grace_s - 10)} " in script
+    assert "terminationGracePeriodSeconds" not in head and "lifecycle" not in head["containers"][0]
+
+
 def test_a_digest_takes_the_place_of_the_tag() -> None:
     digest = "sha256:" + "0f" * 32
     release = render({"image": {"repository": "r.example/sluice", "tag": "1", "digest": digest}})

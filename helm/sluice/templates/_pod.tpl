@@ -7,6 +7,8 @@ model: the application starts on Ray nodes that are ready, and some workers have
 {{- $head := eq .component "head" -}}
 {{- $picks := and (not $head) (eq (include "sluice.pickerGroup" $root) $group.name) -}}
 {{- $picker := dig "router" "picker" "port" 0 $root.Values.config | int -}}
+{{- $grace := $group.terminationGracePeriodSeconds -}}
+{{- if not $head }}{{ $grace = int (default 900 $grace) }}{{ end -}}
 metadata:
   labels:
     {{- include "sluice.selector" $root | nindent 4 }}
@@ -38,8 +40,16 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
-  {{- with $group.terminationGracePeriodSeconds }}
+  {{- with $grace }}
   terminationGracePeriodSeconds: {{ . }}
+  {{- end }}
+  {{- with $group.initContainers }}
+  # KubeRay adds one of its own behind these, which waits for the head.
+  initContainers:
+    {{- range . }}
+    {{- $own := hasKey . "securityContext" | ternary . (set (deepCopy .) "securityContext" $root.Values.securityContext) }}
+    - {{- tpl (toYaml $own) $root | nindent 6 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" $head }}
@@ -77,6 +87,22 @@ spec:
         {{- toYaml $group.resources | nindent 8 }}
       securityContext:
         {{- toYaml $root.Values.securityContext | nindent 8 }}
+      {{- if not $head }}
+      # What serves here moves or ends before the pod does, once the Service has dropped the pod.
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - sh
+              - -c
+              - |
+                serves() { grep -qs 'ray::Serve[R]eplica' /proc/[0-9]*/cmdline; }
+                serves || exit 0
+                sleep 5
+                timeout 60 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \
+                  --deadline-remaining-seconds {{ max 0 (sub $grace 10) }} || exit 0
+                while serves; do sleep 1; done
+      {{- end }}
       {{- if not (hasKey $group "startupProbe") }}
       startupProbe:
         httpGet:
