@@ -23,6 +23,9 @@ _OWN: Mapping[str, tuple[str, str]] = {
 }
 """vLLM's options with a field of Sluice's own."""
 
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"
+"""vLLM's server reads its API key from this variable, too."""
+
 _TEXTS = ("model", "served_model_name", "host")
 """Of these fields those that are texts, whatever they look like."""
 
@@ -42,13 +45,15 @@ _VARIABLE = re.compile(r"(?:--env=|-e)?([A-Z][A-Z0-9_]*)=.*", re.DOTALL)
 
 def from_vllm(words: Sequence[str]) -> Migrated:
     """What ``words`` start, a command line with ``vllm serve``, the API server's module or vLLM's
-    image, or only what follows these. Raises ValueError: a word belongs to no flag; OSError: a file
-    that ``--config`` names cannot be read."""
+    image, or only what follows these. Raises ValueError: a word belongs to no flag, or there is no
+    model; OSError: a file that ``--config`` names cannot be read."""
     begin, rest = _split(words)
+    variables = [found[1] for found in map(_VARIABLE.fullmatch, begin) if found]
     lacking = [
-        f"{found[1]}: set it in the environment of Sluice"
-        for found in map(_VARIABLE.fullmatch, begin)
-        if found
+        f"{name}: set router.api_keys or router.api_keys_file"
+        if name == VLLM_KEY_VARIABLE
+        else f"{name}: set it in the environment of Sluice"
+        for name in variables
     ]
     lacking += [f"{word}: the shell's variables are not known here" for word in rest if "$" in word]
     model = rest[0] if rest and not rest[0].startswith("-") else None
@@ -57,6 +62,10 @@ def from_vllm(words: Sequence[str]) -> Migrated:
         flags = by_option(read_mapping(Path(path))) | flags
     if model is not None:
         flags["model"] = model
+    if not flags.get("model"):
+        raise ValueError(
+            "there is no MODEL: it comes first, before the flags of vLLM, or in --model"
+        )
     # `vllm serve` is one engine.
     config: dict[str, Any] = {"engine": {}, "replica": {"count": 1}}
     lacking += add_flags(config, flags)
@@ -73,18 +82,43 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return (), words
 
 
+_OPERATOR = re.compile(r"[\n;&|<>]+")
+
+
 def command_words(text: str) -> list[str]:
-    """The words of a command line, perhaps of several lines with comments. Raises ValueError: a
-    quote is open."""
-    return shlex.split(re.sub(r"\\\n|^\s*#.*$", " ", text, flags=re.MULTILINE))
+    """The words of the command of vLLM in ``text``, a command or a script, with the variables that
+    are set before it. Raises ValueError: a quote is open."""
+    spaces = r"(?<!\S)#.*$|\\\r?\n|\r?\n(?=\s*-)|(?<=\s)\d+(?=[<>])"
+    text = re.sub(spaces, " ", text, flags=re.MULTILINE)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;&|<>")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    commands: list[list[str]] = [[]]
+    of_file = False
+    for word in lexer:
+        if not _OPERATOR.fullmatch(word):
+            if not of_file:
+                commands[-1].append(word)
+            of_file = False
+        elif not (of_file := word.strip("&")[-1:] in ("<", ">")):
+            commands.append([])
+    variables: list[str] = []
+    for command in commands:
+        rest = _split(command)[1]
+        if rest and rest is not command:
+            return variables + command
+        variables += filter(_VARIABLE.fullmatch, command)
+    return next(filter(None, commands), [])
 
 
 def add_flags(config: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Lay vLLM's ``flags`` over ``config``; a line for each that has no place there."""
+    """Lay vLLM's ``flags`` over ``config``; a line for each that has no place there. Raises
+    ValueError: one has no value."""
     lacking, arguments = [], {}
     for option, value in flags.items():
         if option in _OWN:
             section, field = _OWN[option]
+            if isinstance(value, bool):
+                raise ValueError(f"--{option} needs a value")
             values = value if isinstance(value, list) else [value]
             if field == "api_keys":
                 value = [*map(str, values)]
@@ -142,7 +176,12 @@ def from_ray(data: Mapping[str, Any], folder: Path) -> Migrated:
         if engine["served_model_name"] == engine["model"]:
             del engine["served_model_name"]
         return Migrated(models[0], lacking)
-    named = {model["engine"].pop("served_model_name"): model for model in models}
+    named: dict[str, Any] = {}
+    for model in models:
+        name = model["engine"].pop("served_model_name")
+        if name in named:
+            raise ValueError(f"two models have the model_id {name}")
+        named[name] = model
     return Migrated({"models": named}, lacking)
 
 
@@ -161,7 +200,10 @@ def _llm_configs(data: Mapping[str, Any], lacking: list[str]) -> list[Any]:
         return found
     if "prefill_config" in data and "decode_config" in data:
         return [data]
-    return list(data.get("llm_configs") or [])
+    found = data.get("llm_configs") or []
+    if not isinstance(found, list):
+        raise ValueError("llm_configs must be a list")
+    return found
 
 
 def _model(given: Any, folder: Path, lacking: list[str]) -> dict[str, Any]:
@@ -182,29 +224,36 @@ def _model(given: Any, folder: Path, lacking: list[str]) -> dict[str, Any]:
     return {"engine": engine, "replica": {"pools": pools}}
 
 
-def _one(given: Mapping[str, Any], lacking: list[str]) -> dict[str, Any]:
+def _mapping(given: Any, name: str) -> dict[str, Any]:
+    """A copy of the field ``name``. Raises ValueError: it is no mapping."""
+    if not isinstance(given or {}, Mapping):
+        raise ValueError(f"{name} must be a mapping")
+    return dict(given or {})
+
+
+def _one(given: Any, lacking: list[str]) -> dict[str, Any]:
     """The sections of an LLMConfig."""
-    rest = dict(given)
-    loading = dict(rest.pop("model_loading_config"))
+    rest = _mapping(given, "an LLMConfig")
+    loading = _mapping(rest.pop("model_loading_config"), "model_loading_config")
     name = loading.pop("model_id")
     source = loading.pop("model_source", None) or name
     config: dict[str, Any] = {
         "engine": {"model": source, "served_model_name": name},
         "replica": {"count": 1},
     }
-    flags = by_option(rest.pop("engine_kwargs", None) or {})
+    flags = by_option(_mapping(rest.pop("engine_kwargs", None), "engine_kwargs"))
     if isinstance(source, Mapping):
         config["engine"]["model"] = name
         loading |= source
     if (tokenizer := loading.pop("tokenizer_source", None)) is not None:
         flags["tokenizer"] = tokenizer
-    lora = dict(rest.pop("lora_config", None) or {})
+    lora = _mapping(rest.pop("lora_config", None), "lora_config")
     if (most := lora.pop("max_num_adapters_per_replica", None)) is not None:
         flags.setdefault("max-loras", most)
     lacking += [line.replace("--", f"{name}: engine_kwargs.") for line in add_flags(config, flags)]
     if (accelerator := rest.pop("accelerator_type", None)) is not None:
         config["replica"]["node_labels"] = {"ray.io/accelerator-type": accelerator}
-    deployment = dict(rest.pop("deployment_config", None) or {})
+    deployment = _mapping(rest.pop("deployment_config", None), "deployment_config")
     _deploy(config["replica"], deployment)
     for part in (loading, lora, deployment, rest):
         for field, value in part.items():
@@ -215,7 +264,7 @@ def _one(given: Mapping[str, Any], lacking: list[str]) -> dict[str, Any]:
 
 def _deploy(replica: dict[str, Any], deployment: dict[str, Any]) -> None:
     """Take from Ray's ``deployment_config`` what ``replica`` has, too."""
-    scaling = dict(deployment.pop("autoscaling_config", None) or {})
+    scaling = _mapping(deployment.pop("autoscaling_config", None), "autoscaling_config")
     count = deployment.pop("num_replicas", None)
     own = {field: scaling.pop(field) for field in _AUTOSCALING if scaling.get(field) is not None}
     if count == "auto":  # as Ray Serve has it

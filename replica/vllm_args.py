@@ -90,8 +90,8 @@ def by_option(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     return {_option(name): value for name, value in vllm_args.items()}
 
 
-def _option(name: str) -> str:
-    return name.replace("_", "-")
+def _option(name: object) -> str:
+    return str(name).replace("_", "-")  # YAML's names may be numbers
 
 
 def workers(vllm_args: Mapping[str, Any]) -> int:

@@ -27,7 +27,7 @@ from sluice.deploy.local import (
     state_folder,
     stop_signals,
 )
-from sluice.deploy.migration import add_flags
+from sluice.deploy.migration import VLLM_KEY_VARIABLE, add_flags
 from sluice.deploy.progress import Progress
 from sluice.deploy.supervisor import Supervised
 from sluice.replica.vllm_args import long_flag, parse_flags
@@ -84,9 +84,6 @@ _PLACES = {
     "port": ("router", "port"),
 }
 """Where the value of each flag stands in the configuration."""
-
-_VLLM_KEY = "VLLM_API_KEY"
-"""vLLM's server reads its API key from this variable, too."""
 
 
 class _Serve(click.Command):
@@ -200,9 +197,13 @@ def _add_vllm(
         raise click.UsageError(f"{error}: MODEL comes first, before the flags of vLLM") from None
     if model is not None:
         flags["model"] = model
-    if alone and "api-key" not in flags and (key := os.environ.get(_VLLM_KEY)):
+    if alone and "api-key" not in flags and (key := os.environ.get(VLLM_KEY_VARIABLE)):
         flags["api-key"] = key
-    if lacking := add_flags(overrides, flags):
+    try:
+        lacking = add_flags(overrides, flags)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if lacking:
         raise click.UsageError(f"not for vLLM: {'; '.join(lacking)}")
     if alone and "model" in flags:  # one engine, as `vllm serve` has it
         overrides.setdefault("replica", {}).setdefault("count", 1)

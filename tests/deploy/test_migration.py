@@ -198,12 +198,49 @@ def test_the_configuration_file_of_vllm_is_read(tmp_path: Path) -> None:
         ("docker run ghcr.io/other:1 --model m", "'run' belongs to no flag"),
         ("vllm serve 'm", "quotation"),
         ("vllm serve m --port many", "router.port"),
+        ("vllm serve --max-model-len 100 Qwen/Qwen3-8B", "no MODEL"),
+        ("docker pull vllm/vllm-openai:latest", "no MODEL"),
+        ("", "no MODEL"),
+        ("vllm serve m --api-key --port 8000", "--api-key needs a value"),
         ("vllm serve m --compilation-config.a 1 --compilation-config.a.b 1", "a is both"),
     ],
 )
 def test_a_command_that_cannot_be_read_is_refused(command: str, says: str) -> None:
     result = run("from-vllm", command)
     assert result.exit_code == Exit.FAILED and says in result.stderr
+
+
+def test_a_script_is_read_to_the_end_of_its_command() -> None:
+    script = """#!/bin/bash
+set -e; source venv/bin/activate
+# the model
+export VLLM_USE_V1=1
+docker pull vllm/vllm-openai:latest && echo "pulled; now"
+exec vllm serve m --port 8001 \\
+  --compilation-config '{
+    "mode": 3}' --max-model-len 100 > vllm.log 2>&1 &  # it's a service
+echo started --seed 1
+"""
+    engine = {
+        "model": "m",
+        "vllm_args": {"compilation-config": {"mode": 3}, "max-model-len": 100},
+    }
+    found, lacking = from_vllm(script)
+    assert found == {"engine": engine, "replica": ONE, "router": {"port": 8001}}
+    assert lacking == ["VLLM_USE_V1: set it in the environment of Sluice"]
+
+
+def test_the_key_of_the_environment_is_one_to_configure() -> None:
+    found, lacking = from_vllm("VLLM_API_KEY=sk-secret vllm serve m")
+    assert "router" not in found
+    assert lacking == ["VLLM_API_KEY: set router.api_keys or router.api_keys_file"]
+
+
+def test_names_in_a_configuration_of_vllm_that_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m\n1: 2\n")
+    result = run("from-vllm", f"vllm serve --config {path}")
+    assert result.exit_code == Exit.FAILED and "no option of vLLM" in result.stderr
 
 
 def test_flags_are_read_in_each_form_of_vllm() -> None:
@@ -463,7 +500,16 @@ def test_a_bare_llm_config_and_what_is_none(tmp_path: Path) -> None:
         "applications: 3",
         "model_loading_config: {}",
         "llm_configs: [{}]",
+        "llm_configs: abc",
+        "llm_configs: [1]",
+        "model_loading_config: abc",
+        "{model_loading_config: {model_id: m}, engine_kwargs: abc}",
+        "{model_loading_config: {model_id: m}, deployment_config: {autoscaling_config: auto}}",
+        "{prefill_config: a, decode_config: b}",
     ):
         path = tmp_path / "wrong.yaml"
         path.write_text(text)
-        assert run("from-ray", str(path)).exit_code == Exit.FAILED
+        result = run("from-ray", str(path))
+        assert result.exit_code == Exit.FAILED and "sequence" not in result.stderr
+    path.write_text("llm_configs: [&m {model_loading_config: {model_id: m}}, *m]")
+    assert "two models have the model_id m" in run("from-ray", str(path)).stderr
