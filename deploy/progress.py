@@ -7,6 +7,7 @@ import json
 from contextlib import suppress
 
 from rich.console import Console
+from rich.text import Text
 
 from sluice.deploy.config import SluiceConfig
 from sluice.telemetry.phases import Ended
@@ -37,7 +38,7 @@ class Progress:
     def line(self, text: str) -> None:
         """Show a line that stays."""
         self.clear()
-        self._console.print(f"[dim]sluice:[/dim] {text}", highlight=False, soft_wrap=True)
+        self._console.print(Text.assemble(("sluice:", "dim"), " ", text), soft_wrap=True)
 
     def phase(self, ended: Ended) -> None:
         """A phase has ended."""
@@ -58,7 +59,9 @@ class Progress:
         of, bar = "", ""
         if self._last_s:
             full = round(_BAR * min(elapsed_s / self._last_s, 1.0))
-            of, bar = f" of about {self._last_s:.0f}", f"[{'#' * full:.<{_BAR}}] "
+            of = f" of about {self._last_s:.0f}"
+            if self._console.width > 2 * _BAR:
+                bar = f"[{'#' * full:.<{_BAR}}] "
         text = f"{bar}{elapsed_s:.0f}{of} s  {phases or self._doing}"
         self._console.file.write(f"\r\x1b[K{text[: self._console.width - 1]}")
         self._console.file.flush()

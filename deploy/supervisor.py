@@ -142,10 +142,10 @@ class Supervised:
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             target.mkdir(mode=0o700)
-            shutil.copytree(logs, target, symlinks=True, dirs_exist_ok=True)
-            kept = target
+            shutil.copytree(logs, target / "logs", symlinks=True)  # with the modes of all in it
+            kept = target / "logs"
             for pid in self._phases.failed_in():
-                kept = next(iter(target.glob(f"worker-*-{pid}.err")), kept)
+                kept = next(iter(kept.glob(f"worker-*-{pid}.err")), kept)
         return kept
 
     def _start(self, stop: StopSignals) -> None:

@@ -82,6 +82,22 @@ def test_a_terminal_has_one_line_with_a_bar(
         assert "engine: load the model, 2.5 s" in read()
 
 
+def test_a_narrow_terminal_has_the_time_without_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(Progress(config(tmp_path)), 10.0)
+    monkeypatch.setenv("COLUMNS", "20")
+    with terminal(monkeypatch) as read:
+        Progress(config(tmp_path)).show(5.0, "Ray: start")
+        assert read() == "\r\x1b[K5 of about 10 s  Ra"
+
+
+def test_a_line_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("files: [/tmp]/x", "install sluice-serve[otel] :warning:"):
+        Progress(config(tmp_path)).line(text)
+        assert capsys.readouterr().err == f"sluice: {text}\n"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '["m", null]', '["m", "x"]', "3"])
 def test_a_damaged_note_of_the_last_start_is_none(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]

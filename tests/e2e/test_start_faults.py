@@ -238,6 +238,8 @@ def test_nothing_is_ready_before_vllm_has_been_asked(tmp_path: Path, replica: st
         assert replica or f"(in: {asked})" in it.err
         log = Path(it.err.rpartition("; log: ")[2].strip())
         assert log.is_dir() if replica else f"{asked} failed" in log.read_text()
+        (kept,) = (each for each in log.parents if each.name == "failed_start")
+        assert not kept.stat().st_mode & 0o077
 
 
 @pytest.mark.release
