@@ -76,7 +76,7 @@ def _rest(name: str, *descriptors: int) -> None:
         os.set_inheritable(each, True)
     rest = str(Path(__file__).with_name("resting.py"))
     supervisor, *_ = map(str, descriptors)
-    stop = [sys.executable, "-m", __name__, supervisor, name, address]
+    stop = [sys.executable, "-P", "-m", __name__, supervisor, name, address]
     os.execv(sys.executable, [sys.executable, "-IS", rest, supervisor, *stop])
 
 

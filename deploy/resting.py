@@ -7,7 +7,8 @@ import select
 import sys
 
 if __name__ == "__main__":
-    with open("/proc/self/comm", "w") as name:  # noqa: PTH123
-        name.write("sluice-driver")
+    if sys.platform == "linux":  # for `ps`
+        with open("/proc/self/comm", "w") as name:  # noqa: PTH123
+            name.write("sluice-driver")
     select.select([int(sys.argv[1])], [], [])
     os.execv(sys.argv[2], sys.argv[2:])

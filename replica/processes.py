@@ -74,15 +74,21 @@ def close_all_but(*kept: int) -> None:
 
 
 class _Forked(ForkServerProcess):
-    """A process with the environment of its start; the fork server's is older."""
+    """A process with the environment and the outputs of its start; the fork server's are older:
+    Ray's worker writes to its own files later."""
 
     def start(self) -> None:
-        self._environment = dict(os.environ)
+        self._environment, self._starter = dict(os.environ), os.getpid()
         super().start()
 
     def run(self) -> None:
         import torch
 
+        for output in (1, 2):
+            with suppress(OSError):  # other systems have no such file
+                file = os.open(f"/proc/{self._starter}/fd/{output}", os.O_WRONLY | os.O_APPEND)
+                os.dup2(file, output)
+                os.close(file)
         os.environ.clear()
         os.environ.update(self._environment)
         # The libraries that read it have been loaded before.

@@ -68,6 +68,7 @@ import setproctitle
 from sluice.replica.processes import EngineContext
 
 def child(pipe):
+    print("from the engine", file=sys.stderr, flush=True)
     pipe.send((os.getpid(), "vllm.v1.engine.core" in LOADED, sys.argv[1]))
     pipe.recv()
 
@@ -76,6 +77,8 @@ if __name__ == "__main__":
     assert "vllm.v1.engine.core" in sys.modules and threading.active_count() == 1
     setproctitle.setproctitle("a worker of Ray")
     assert b"a worker of Ray" in pathlib.Path("/proc/self/cmdline").read_bytes()
+    with open(sys.argv[2], "w") as log:  # as Ray does by then
+        os.dup2(log.fileno(), 2)
     context = EngineContext()
     mine, its = context.Pipe()
     context.Process(target=child, args=(its,)).start()
@@ -88,12 +91,14 @@ if __name__ == "__main__":
 def test_the_worker_of_a_replica_imports_vllm_and_what_forks_from_it_has_that(tmp_path):
     script = tmp_path / "default_worker.py"
     script.write_text(WORKER)
+    log = tmp_path / "worker.err"
     # As Ray starts it: a part of a shell's line.
-    line = f"exec {worker.command()} {script} its-argument"
+    line = f"exec {worker.command()} {script} its-argument {log}"
     with subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True) as program:
         try:
             pid, child, loaded, argument = program.stdout.readline().split()
             assert (int(pid), loaded, argument) == (program.pid, "True", "its-argument")
+            assert "from the engine" in log.read_text()
             below = psutil.Process(program.pid).children(recursive=True)
             assert int(child) in [each.pid for each in below]
         finally:
