@@ -216,6 +216,8 @@ def _status_routes(
     async def openapi() -> dict[str, Any]:
         return described
 
+    renaming, of, renamed = asyncio.Lock(), b"", b""
+
     @routes.get("/metrics", response_model=None)
     async def metrics_page(request: Request) -> Response:
         names = request.query_params.get("names", "sluice")
@@ -223,7 +225,12 @@ def _status_routes(
             raise invalid(f"names must be sluice or vllm, got {shown(names)}", "names")
         text = await page.render()
         if names == "vllm":
-            text = await asyncio.to_thread(with_vllm_names, text, next(iter(fleets)).model)
+            nonlocal of, renamed
+            async with renaming:  # once for all that wait for a page
+                if of != text:
+                    model = next(iter(fleets)).model
+                    of, renamed = text, await asyncio.to_thread(with_vllm_names, text, model)
+            text = renamed
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from sluice.router import api
 from sluice.router.metrics.page import merged
 from sluice.router.metrics.vllm_names import NAMES, with_vllm_names
 from tests.metrics_catalogue import catalogue
@@ -61,6 +63,23 @@ async def test_the_router_serves_them_and_refuses_other_names() -> None:
         assert (await client.get("/metrics?names=sluice")).text.startswith("# HELP sluice")
         wrong = await client.get("/metrics?names=other")
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "names")
+
+
+async def test_all_that_wait_for_a_page_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = []
+
+    def counted(page: bytes, model: str) -> bytes:
+        pages.append(page)
+        return with_vllm_names(page, model)
+
+    monkeypatch.setattr(api, "with_vllm_names", counted)
+    edge = Edge(FarSide(a=serve))
+    async with edge.client() as client:
+        await client.post("/v1/chat/completions", json=CHAT_BODY)
+        asked = [client.get("/metrics?names=vllm") for _ in range(8)]
+        found = {answer.text for answer in await asyncio.gather(*asked)}
+    assert len(found) == len(pages) == 1
+    assert "vllm:request_success_total" in found.pop()
 
 
 def test_each_name_is_one_of_ours() -> None:
