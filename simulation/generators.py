@@ -32,6 +32,17 @@ _P90_REACH = 3.0
 Lengths = NDArray[np.int64]
 
 
+class Distribution(Protocol):
+    """Lengths in tokens."""
+
+    @property
+    def mean(self) -> float:
+        """Tokens."""
+
+    def draw(self, count: int, rng: np.random.Generator) -> Lengths:
+        """``count`` independent lengths."""
+
+
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
     """Lengths in tokens, see the module. ``cap`` is where body and tail meet, ``share`` the body's
@@ -365,8 +376,8 @@ class Task:
     """Requests of one stage; prompt and output lengths are independent."""
 
     name: str
-    prompt: LengthDistribution
-    output: LengthDistribution
+    prompt: Distribution
+    output: Distribution
     objective: Objective
     share: float = 1.0
 

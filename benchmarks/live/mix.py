@@ -18,6 +18,7 @@ from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, st
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.generators import Gamma, MakeArrivals, Poisson
+from sluice.simulation.mixes import MIXES, Mix, workload
 from sluice.simulation.traces import TraceError, load, trace_files
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
 
@@ -40,11 +41,21 @@ KINDS: Final = {
 IDLE_TIMES: Final = {"chat": (5.0, 5.0), "code": (5.0, 10.0), "document": (10.0, 10.0)}
 """Objectives as multiples of an idle engine's TTFT and TPOT, after SLOs-Serve Table 3."""
 
+_PUBLISHED: Final = sorted(
+    (each.slo for mix in MIXES.values() for each in mix.classes), key=lambda slo: slo.columns[0]
+)
+
 LONGEST: Final = max(kind.prompt_tokens[1] + kind.output_tokens[1] for kind in KINDS.values())
 """Tokens of the longest generated request."""
 
 SHARED_TOKENS: Final = 128
 """Tokens of a common prompt, a block of vLLM's on CPUs."""
+
+SLACK: Final = 5.0
+"""Of published objectives that an idle engine misses: the tightest, as a multiple of its time."""
+
+MIX_REQUESTS: Final = 50_000
+"""Requests drawn of a published mix."""
 
 BURSTS: Final = 2.0
 """Standard deviation over mean of the gaps between bursty arrivals."""
@@ -57,13 +68,22 @@ other its may these what them than some him time into only could new then do fir
 """.split()  # noqa: SIM905
 
 
+Classes = dict[str, ServiceClass]
+
+
 class Pattern(NamedTuple):
-    """When requests arrive: as in ``trace``, or ``kinds`` with the process of ``arrivals``."""
+    """When requests arrive: as in ``trace``, or ``kinds`` with the process of ``arrivals``. The
+    classes are those of ``kinds``, of a published mix with the mean lengths."""
 
     name: str
     arrivals: MakeArrivals = Poisson
     trace: Workload | None = None
     kinds: Mapping[str, Kind] = KINDS
+    mix: Mix | None = None
+
+    def classes(self, idle: Mapping[str, tuple[float, float]], scale: float) -> Classes:
+        """The service classes, by the times of :func:`alone`."""
+        return classes_of(idle, scale) if self.mix is None else slowed(self.mix, idle, scale)
 
     @property
     def block_tokens(self) -> int:
@@ -117,6 +137,9 @@ GENERATED: Final = {
     "bursty": Pattern("bursty", partial(Gamma, cv=BURSTS)),
 }
 
+PATTERNS: Final = (*GENERATED, *MIXES)
+"""Names of those that need no trace."""
+
 
 def generated(seed: int, kinds: Mapping[str, Kind] = KINDS) -> Iterator[Arrival]:
     """Requests of ``kinds`` without end, at time 0; each names its kind as its task."""
@@ -140,22 +163,34 @@ def kind_of(prompt_tokens: int) -> str:
 
 def recorded(folder: Path, most_tokens: int) -> dict[str, Pattern]:
     """A pattern per trace of a folder, up to ``most_tokens``; raises :class:`TraceError`."""
-    found = {}
-    for path in trace_files(folder):
-        whole = load(path)
-        every = whole.arrivals
-        kept = [each for each in every if each.prompt_tokens + each.output_tokens <= most_tokens]
-        if len(kept) < 2:
-            raise TraceError(f"{path}: has no two requests of at most {most_tokens} tokens")
-        words = f"{whole.description} Left out {len(whole) - len(kept)} over {most_tokens} tokens."
-        trace = changed(whole, arrivals=tuple(kept), description=words)
-        found[trace.name] = Pattern(trace.name, trace=trace)
-    return found
+    traces = [_fitting(load(path), most_tokens, str(path)) for path in trace_files(folder)]
+    return {trace.name: Pattern(trace.name, trace=trace) for trace in traces}
+
+
+def published(name: str, most_tokens: int) -> Pattern:
+    """One of the published mixes, up to ``most_tokens``; raises :class:`TraceError`."""
+    trace = _fitting(workload(name, MIX_REQUESTS, 0), most_tokens, name)
+    present = {each.task for each in trace.arrivals}
+    kinds = {}
+    for each in MIXES[name].classes:
+        if each.name in present:
+            prompt, output = round(each.prompt.mean), round(each.output.mean)
+            kinds[each.name] = Kind(each.share, (prompt, prompt), (output, output))
+    return Pattern(name, trace=trace, kinds=kinds, mix=MIXES[name])
+
+
+def _fitting(whole: Workload, most_tokens: int, where: str) -> Workload:
+    every = whole.arrivals
+    kept = [each for each in every if each.prompt_tokens + each.output_tokens <= most_tokens]
+    if len(kept) < 2:
+        raise TraceError(f"{where}: has no two requests of at most {most_tokens} tokens")
+    words = f"{whole.description} Left out {len(whole) - len(kept)} over {most_tokens} tokens."
+    return changed(whole, arrivals=tuple(kept), description=words)
 
 
 def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = False) -> Body:
     """Makes requests with words drawn by the run's name, so that no engine has cached them."""
-    order = list(KINDS)
+    order = [*KINDS, *(slo.service_class for slo in _PUBLISHED)]  # less TTFT is more urgent
 
     def body(model: str, number: int, arrival: Arrival) -> Json:
         words: list[str] = []
@@ -172,10 +207,12 @@ def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = Fals
     return body
 
 
-def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
+def alone(
+    url: str, model: str, kinds: Mapping[str, Kind] = KINDS
+) -> dict[str, tuple[float, float]]:
     """Median TTFT and TPOT, seconds, of each kind's longest request. Raises :class:`LoadError`."""
     found = {}
-    for name, kind in KINDS.items():
+    for name, kind in kinds.items():
         arrival = Arrival(0.0, kind.prompt_tokens[1], kind.output_tokens[1], SLO(), name)
         seen = []
         for number in range(_ALONE + 1):
@@ -191,9 +228,7 @@ def alone(url: str, model: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def classes_of(
-    idle: Mapping[str, tuple[float, float]], scale: float = 1.0
-) -> dict[str, ServiceClass]:
+def classes_of(idle: Mapping[str, tuple[float, float]], scale: float = 1.0) -> Classes:
     """The service class of each kind, by the times of :func:`alone`; ``scale``: factor on all."""
     return {
         name: ServiceClass(
@@ -201,4 +236,21 @@ def classes_of(
             tpot_ms=round(1e3 * scale * tpot_times * idle[name][1], 2),
         )
         for name, (ttft_times, tpot_times) in IDLE_TIMES.items()
+    }
+
+
+def slowed(mix: Mix, idle: Mapping[str, tuple[float, float]], scale: float = 1.0) -> Classes:
+    """The service class of each class of a published mix: its objectives, unless an idle engine
+    misses one. Then all TTFT, or all TPOT, are one factor longer, and their ratios remain."""
+    stated = {each.name: each.slo.columns[:2] for each in mix.classes if each.name in idle}
+    worst = [
+        max(idle[name][number] / each[number] for name, each in stated.items())
+        for number in range(2)
+    ]
+    ttft_times, tpot_times = (scale * (1.0 if each <= 1 else SLACK * each) for each in worst)
+    return {
+        name: ServiceClass(
+            ttft_ms=round(1e3 * ttft_s * ttft_times, 1), tpot_ms=round(1e3 * tpot_s * tpot_times, 2)
+        )
+        for name, (ttft_s, tpot_s) in stated.items()
     }

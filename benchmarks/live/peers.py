@@ -282,13 +282,14 @@ def engine_args(_: click.Context, __: click.Parameter, value: str | None) -> Jso
 
 
 _IN_FLIGHT = "Concurrent requests of an engine while the capacity, load 1, is measured."
+_PATTERNS = "Of arrivals, or a published mix.  [default: poisson, bursty, unless --traces]"
 _RECORD = "Folder for each run as it ends, and for all steps of the engines."
 _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one less than cores]"
 
 
 @click.command(name="peers")
 @choices_option("--system", "names", of=SYSTEMS, words=f"[default: {', '.join(DEFAULT)}]")
-@choices_option("--pattern", "patterns", of=mix.GENERATED, words="[default: all, unless --traces]")
+@choices_option("--pattern", "patterns", of=mix.PATTERNS, words=_PATTERNS)
 @click.option("--traces", type=folder(exists=True), help="Folder of recorded traces, as patterns.")
 @number_option("--load", "loads", default=(0.5, 1.0, 1.5), least=0.05, most=10, multiple=True)
 @number_option("--seconds", default=60.0, least=0.5, most=3_600, words="Of arrivals, in each run.")
@@ -339,9 +340,12 @@ def peers(
             require_matplotlib()
             plots.mkdir(parents=True, exist_ok=True)
         setting = setting_of(model, args, replicas)
-        chosen = {name: mix.GENERATED[name] for name in patterns}
+        longest = setting.args["max-model-len"]
+        chosen = {
+            name: mix.GENERATED.get(name) or mix.published(name, longest) for name in patterns
+        }
         if traces is not None:
-            chosen |= mix.recorded(traces, setting.args["max-model-len"])
+            chosen |= mix.recorded(traces, longest)
         chosen = chosen or mix.GENERATED
         kept = None if record is None else Records.at(record, resume)
         found = _Campaign(bench, setting, chosen, loads, seconds, seed, in_flight, scale, kept)
@@ -491,7 +495,11 @@ class _Campaign:
         raise LoadError(f"no system could be started: {self.left_out}")
 
     def _prepare_on(self, system: System, name: str) -> None:
-        classes = mix.classes_of(mix.alone(completions(system), MODEL), self.scale)
+        classes: dict[str, ServiceClass] = {}
+        for pattern in self.patterns.values():
+            if not pattern.kinds.keys() <= classes.keys():
+                idle = mix.alone(completions(system), MODEL, pattern.kinds)
+                classes |= pattern.classes(idle, self.scale)
         for pattern_name, pattern in self.patterns.items():
             body = mix.body_of(f"capacity {pattern_name}", pattern.block_tokens)
             in_flight = self.in_flight * self.setting.replicas

@@ -20,6 +20,7 @@ from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
+from sluice.simulation import mixes
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Belief, Truth
@@ -97,9 +98,9 @@ class Played(NamedTuple):
 
 class Traffic(NamedTuple):
     """What arrives: ``limit`` requests of a trace, :func:`scaled`, each drawn into a service
-    class."""
+    class; or of a published mix, by name, whose requests have theirs."""
 
-    path: Path
+    path: Path | str
     limit: int
     rate_scale: float
     stretch: float
@@ -161,6 +162,8 @@ class Traffic(NamedTuple):
                 f"{len(made)} requests have {tokens} output tokens, more than {MAX_TOKENS}; take "
                 "fewer requests"
             )
+        if isinstance(self.path, str):
+            return made
         rng = random.Random(f"classes {seed}")
         slos = [each.slo for each in self.classes]
         drawn = iter(rng.choices(slos, [each.share for each in self.classes], k=len(made)))
@@ -170,8 +173,8 @@ class Traffic(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _trace(path: Path, limit: int) -> Workload:
-    return load(path, limit=limit)
+def _trace(path: Path | str, limit: int) -> Workload:
+    return mixes.workload(path, limit, 0) if isinstance(path, str) else load(path, limit=limit)
 
 
 def scaled(workload: Workload, factor: float, seed: int) -> Workload:

@@ -30,6 +30,7 @@ from sluice.simulation.capacity import MAX_REPLICAS
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import StuckError
 from sluice.simulation.metrics import TPOTMetric
+from sluice.simulation.mixes import MIXES
 from sluice.simulation.traces import MAX_REQUESTS, TraceError
 
 MAX_CLASSES = 16
@@ -279,7 +280,15 @@ def _question(**given: Any) -> Question:
         config = load_config(given["config"])
     except (ValueError, OSError) as error:
         raise OptionError(str(error)) from error
-    classes = classes_of(config, given["slos"], given["shares"])
+    trace, mix = given["trace"], given["mix"]
+    if (trace is None) == (mix is None):
+        raise click.UsageError("give --trace or --mix, one of them")
+    if mix is None:
+        classes = classes_of(config, given["slos"], given["shares"])
+    elif given["slos"] or given["shares"]:
+        raise click.UsageError("--mix has classes of its own, without --slo and --share")
+    else:
+        classes = tuple(SharedClass(each.slo, each.share) for each in MIXES[mix].classes)
     only, most, disaggregated = given["replicas"], given["max_replicas"], given["disaggregated"]
     if not any(each.slo.stated for each in classes):
         raise OptionError("no class states an objective, so any number of replicas is enough")
@@ -297,7 +306,7 @@ def _question(**given: Any) -> Question:
         windows = Windows(count, seconds, given["margin_s"])
     scale = given["rate_scale"], given["stretch"]
     return Question(
-        Traffic(given["trace"], given["requests"], *scale, classes, windows),
+        Traffic(trace or mix, given["requests"], *scale, classes, windows),
         fleet._replace(cluster=cluster),
         None if given["metric"] is None else _METRICS[given["metric"]],
         given["target"],
@@ -313,6 +322,8 @@ def _question(**given: Any) -> Question:
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _WINDOWS = (click.IntRange(1, 1_000), NumberRange(1, MAX_WINDOW_S))
 _TRAFFIC = {
+    "mix": "In place of a trace, published lengths and objectives at 1 request a second; --stretch "
+    "0.1 makes it 10.",
     "rate": "Factor on the number of requests in the same time: below 1 thinned at random, above 1 "
     "with copies at other times.",
     "windows": "For long traces: play and judge COUNT windows of SECONDS each, one in each of as "
@@ -338,7 +349,8 @@ _PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--trace", required=True, type=_FILE, help="Recorded traffic: CSV or JSON lines.")
+@click.option("--trace", type=_FILE, help="Recorded traffic: CSV or JSON lines.")
+@click.option("--mix", type=click.Choice(sorted(MIXES)), help=_TRAFFIC["mix"])
 @number_option(
     "--requests", default=5_000, least=1, most=MAX_REQUESTS, words="Most, from its start."
 )

@@ -30,6 +30,7 @@ from sluice.benchmarks.live.mix import (
     classes_of,
     generated,
     kind_of,
+    published,
     recorded,
 )
 from sluice.benchmarks.live.peers import (
@@ -119,6 +120,34 @@ def test_objectives_are_multiples_of_the_idle_times() -> None:
     assert (chat.ttft_ms, chat.tpot_ms) == (1_000.0, 100.0)
     assert (code.ttft_ms, code.tpot_ms) == (4_000.0, 200.0)
     assert (document.ttft_ms, document.tpot_ms) == (16_000.0, 200.0)
+
+
+def test_a_published_mix_is_a_pattern_with_its_classes_that_fit_the_context() -> None:
+    pattern = published("llm-d-planner", 8_192)
+    assert pattern.trace is not None and "over 8192 tokens" in pattern.trace.description
+    assert "research" not in pattern.kinds and pattern.kinds["chatbot"].output_tokens == (256, 256)
+    idle = dict.fromkeys(pattern.kinds, (0.1, 0.01))
+    slos = {name: each.objective(name) for name, each in pattern.classes(idle, 1.0).items()}
+    load = pattern.workload(5.0, 400.0, 1, slos)
+    assert len(load) / 400.0 == pytest.approx(5.0, rel=0.1)
+    # An idle engine meets all of them, so they are as published.
+    assert {each.slo for each in load.arrivals} == {each.slo for each in pattern.trace.arrivals}
+
+
+def test_on_a_slow_engine_published_objectives_keep_their_ratios() -> None:
+    pattern = published("llm-d-planner", 8_192)
+    idle = dict.fromkeys(pattern.kinds, (0.25, 0.01))
+    found = pattern.classes(idle, 2.0)
+    # 125 ms is the tightest TTFT, which takes the idle engine twice as long; TPOT it meets.
+    assert found["code-completion"].ttft_ms == 2 * 5 * 250
+    assert found["chatbot"].ttft_ms == pytest.approx(2 * 5 * 250 * 300 / 125)
+    assert (found["chatbot"].tpot_ms, found["code-completion"].tpot_ms) == (65, 45)
+    body = body_of("a", priorities=True)
+    ranks = [
+        body("m", 1, Arrival(0.0, 9, 9, SLO(service_class=name)))["priority"]
+        for name in ("code-completion", "chatbot", "document-rag")
+    ]
+    assert ranks == sorted(ranks)
 
 
 def test_prompts_have_their_lengths_and_share_their_blocks_within_a_run_alone() -> None:
@@ -334,7 +363,7 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     monkeypatch.setattr(peers_module, "WARM_UP_S", 0.2)
     monkeypatch.setattr(peers_module, "CAPACITY_S", 0.2)
     # Servers that answer at once have no times and no capacity of their own.
-    monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
+    monkeypatch.setattr(mix, "alone", lambda url, model, kinds: IDLE)
     drawn: list[Arrival] = []
 
     def capacity(_: Bench, __: System, arrivals: Iterator[Arrival], *___: Any) -> float:
@@ -412,13 +441,14 @@ def test_runs_that_were_recorded_are_not_repeated_and_their_reference_starts_onc
 
     monkeypatch.setattr(peers_module, "WARM_UP_S", 0.5)
     monkeypatch.setattr(peers_module, "metrics", metrics)
-    monkeypatch.setattr(mix, "alone", lambda url, model: IDLE)
+    idle = (0.1, 0.01)
+    monkeypatch.setattr(mix, "alone", lambda *asked: dict.fromkeys(asked[2], idle))
     monkeypatch.setattr(peers_module, "capacity", lambda *_: 8.0)
     for name in ("stock", "sluice"):
         monkeypatch.setitem(SYSTEMS, name, peer(name))
     folder = tmp_path / "runs"
     options = ("--system=sluice", "--system=stock", "--load=2", "--load=4", "--seconds=1")
-    options += ("--rounds=1", "--pattern=poisson", "--model", str(tmp_path), "--json")
+    options += ("--rounds=1", "--pattern=fairbatching-burstgpt", "--model", str(tmp_path), "--json")
     options += ("--record", str(folder))
     with at_once([]) as url:
         # It ends after Sluice's first run, before that is kept.
@@ -434,6 +464,7 @@ def test_runs_that_were_recorded_are_not_repeated_and_their_reference_starts_onc
         other = measure(*options, "--resume", "--seed=9")
         assert "was recorded with seed 1, not 9" in other.stderr
     found = json.loads(result.stdout)
+    assert found["objectives_ms"] == {"burstgpt": {"ttft": 500, "tpot": 50}}
     pairs = [(row["load"], row["system"]) for row in found["summary"]]
     assert pairs == [(load, name) for load in (2.0, 4.0) for name in ("stock", "sluice")]
     assert all(row["answered"] == row["sent"] > 0 for row in found["summary"])

@@ -67,6 +67,21 @@ def test_the_answer_comes_with_the_curve_and_its_setting(trace: Path) -> None:
     assert alone.tpot_p50_ms.mean is None
 
 
+def test_a_published_mix_takes_the_place_of_a_trace_and_of_objectives(trace: Path) -> None:
+    asked = ["--mix", "llm-d-planner", "--requests", "200", "--seeds", "1", "--replicas", "4"]
+    asked += ["--latency", "a=0.009,b=8e-5", "--kv-blocks", "16384", "--jobs", "1", "--json"]
+    result = CliRunner().invoke(main, ["simulate", *asked])
+    found = CapacityReport.model_validate_json(result.stdout)
+    assert "llm-d-planner" in found.traffic["description"]
+    classes = {each["name"]: each for each in found.classes}
+    assert classes["chatbot"]["ttft_ms"] == pytest.approx(300)
+    assert classes["code-completion"]["share"] == pytest.approx(0.5 / 0.998)
+    both = simulate(trace, "--mix", "llm-d-planner")
+    assert both.exit_code == 2 and "give --trace or --mix" in both.output
+    more = CliRunner().invoke(main, ["simulate", *asked, *IN_TIME])
+    assert more.exit_code == 2 and "--mix has classes of its own" in more.output
+
+
 def test_tables_say_what_was_asked_and_what_is_left_out(trace: Path) -> None:
     twice = ["--slo", "name=chat,ttft_ms=115,share=3", "--slo", "name=bulk,e2e_ms=60000"]
     result = simulate(trace, *ONE_EACH, *twice, "--rate-scale", "0.5", "--tpot-metric", "max")
