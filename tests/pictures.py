@@ -90,7 +90,7 @@ class Scene(NamedTuple):
 SCENES = {
     "idle": Scene(2, slower=3),
     "loaded": Scene(2, rate=0.7, seconds=80, slower=3),
-    "overloaded": Scene(2, rate=3, seconds=60, slower=3),
+    "overloaded": Scene(2, rate=8, seconds=60, slower=3),
     "many": Scene(64, rate=12, seconds=60, slower=12, scroll_to="#replicas-title"),
 }
 SCREENS = {"desk": (1400, 900, {}), "phone": (390, 844, {"phone": True})}

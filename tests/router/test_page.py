@@ -402,7 +402,7 @@ def test_an_overload_is_said_in_words_with_what_would_help(
         assert 100 < lacking < 200 and pool["needed"] > 2
         assert tab.text("#verdict") == "Overloaded:"
         said = f"{lacking / 2:.1f} % of requests cannot be promised; {pool['needed'] - 1} more "
-        assert tab.text("#sentence") == said + "replicas would."
+        assert tab.text("#sentence") == said + "replicas would be enough."
         load = tab.text("#tiles > :nth-child(3)")
         assert int(load.split()[1]) > 200 and "1 ready" in load
         ((_, requests, promised, best_effort, refused, *_),) = classes_shown(tab)
@@ -441,7 +441,7 @@ def test_many_replicas_are_a_table_with_the_worst_first(
         assert tab.eval(names)[0] == "replica-00"
         tab.click("#many thead th button")
         assert tab.eval(names)[0] == "replica-63"
-        assert tab.eval("document.querySelector('#many th').ariaSort") == "ascending"
+        assert tab.eval("document.querySelector('#many th').ariaSort") == "descending"
         # A row opens to its card, and keeps its place and the focus while the page goes on.
         row = "[data-row=replica-61]"
         tab.click(f"{row} button")
@@ -500,6 +500,7 @@ def test_draining_takes_two_clicks_and_is_taken_back_with_one(tab: Tab, site: Si
     button = "[data-replica=p7w1m4zt] button"
     tab.click(button)
     assert "Sure" in tab.text(button)
+    assert tab.eval(f"document.querySelector('{button}').ariaLabel.startsWith('Sure?')")
     assert not site.do(site.local.controller.route([])).closed
     tab.click(button)
     tab.until(f"document.querySelector('{button}').innerText === 'Take back'")

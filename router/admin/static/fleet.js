@@ -62,13 +62,13 @@ function verdict([model, { pressure, admission, calibration }], fleet) {
   const more = sum(pressure, (pool) => Math.max(0, pool.needed - pool.ready));
   const cure = !more
     ? "not for lack of replicas on average: the last decisions say why"
-    : more === 1 ? "one more replica would" : `${more} more replicas would`;
+    : more === 1 ? "one more replica would be enough" : `${more} more replicas would be enough`;
   if (admission !== "none" && lacking >= FEW && lacking > (1 - level) * asked) {
     return [4, more ? "Overloaded" : "Not all promised", `${share(lacking / asked)} of requests cannot be promised; ${cure}.`];
   }
   // What is not promised may wait for long, and has not ended yet.
   if (pressure.some((pool) => pool.demand > pool.ready)) {
-    return [4, "Overloaded", `requests ask for more than all of the replicas' time; ${cure} be enough.`];
+    return [4, "Overloaded", `requests ask for more than all of the replicas' time; ${cure}.`];
   }
   const broken = judged(classes) - kept(classes);
   if (broken >= FEW && broken > (1 - level) * judged(classes)) {

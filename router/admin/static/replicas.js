@@ -73,6 +73,8 @@ const COLUMNS = [
   ["Promises kept", (replica) => make(`span${replica.promises ? tone(kept(replica), replica.promises.level) : ""}`, {}, share(kept(replica))), (a, b) => (kept(a) ?? 2) - (kept(b) ?? 2), false],
 ];
 
+const RISING = ["Replica", "Budget (PAB)", "Promises kept"]; // of which the least is the worst
+
 /** By state, then by the promises that it missed, its budget and its queue. */
 function worse(a, b) {
   const missed = ({ promises }) => (promises ? promises.promised - promises.kept : 0);
@@ -105,7 +107,8 @@ function showRows(hold = false) {
     nodes.splice(index, 0, node);
   });
   place(by("many"), [by("many").tHead, ...nodes]);
-  by("shown").textContent = `${listed.length} of ${shown.length}, ${sorted.column === 1 && sorted.worstFirst ? "worst first" : `by ${COLUMNS[sorted.column][0]}`}`;
+  const told = `${listed.length} of ${shown.length}, ${sorted.column === 1 && sorted.worstFirst ? "worst first" : `by ${COLUMNS[sorted.column][0]}`}`;
+  if (by("shown").textContent !== told) by("shown").textContent = told; // said aloud once
   by("all").hidden = found.length <= MOST_ROWS;
   by("all").textContent = all ? `Show ${MOST_ROWS}` : `Show all ${found.length}`;
 }
@@ -117,7 +120,7 @@ by("many").tHead.rows[0].append(
     button.addEventListener("click", () => {
       sorted = { column, worstFirst: sorted.column !== column || !sorted.worstFirst };
       for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
-      head.setAttribute("aria-sort", sorted.worstFirst ? "descending" : "ascending");
+      head.setAttribute("aria-sort", sorted.worstFirst === RISING.includes(name) ? "ascending" : "descending");
       showRows();
     });
     return head;
@@ -189,6 +192,7 @@ function newCard(id, change) {
     if (!drained && sure === null) {
       button.classList.add("sure");
       button.textContent = "Sure? Drain";
+      button.setAttribute("aria-label", `Sure? Drain replica ${id}`);
       sure = setTimeout(relax, SURE_MS);
       return;
     }
