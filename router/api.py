@@ -42,8 +42,8 @@ from sluice.router.metrics.vllm_names import with_vllm_names
 from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
+from sluice.router.request.loop import LoopAge, LoopDeadlines
 from sluice.router.request.prompt import output_to_expect
-from sluice.router.request.session import LoopAge, LoopDeadlines
 from sluice.router.tenancy.limits import NO_CHARGE, RateLimiter, Share
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]

@@ -27,8 +27,8 @@ from sluice.router.metrics.instruments import Outcome
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, noted
 from sluice.router.request.body import parse_object
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
+from sluice.router.request.loop import FIELD as LOOP_FIELD
 from sluice.router.request.prompt import output_to_expect
-from sluice.router.request.session import FIELD as LOOP_FIELD
 from sluice.router.tenancy.limits import Client, RateLimiter
 from sluice.scheduling.request.objective import clock_of
 from sluice.telemetry.logs import of_request

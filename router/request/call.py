@@ -19,6 +19,7 @@ from sluice.router.errors import invalid, shown
 from sluice.router.request.arrival import Arrival
 from sluice.router.request.body import parse_object, read_body
 from sluice.router.request.form import read_speech
+from sluice.router.request.loop import Loop, loop_of
 from sluice.router.request.prompt import (
     PromptSize,
     TokenLimits,
@@ -28,7 +29,7 @@ from sluice.router.request.prompt import (
     prefix_of,
     salted,
 )
-from sluice.router.request.session import Loop, loop_of, session_of
+from sluice.router.request.session import session_of
 from sluice.router.request.slo import SloReader
 from sluice.router.request.validation import check_body, engine_body, refuse_structured
 from sluice.router.tenancy.limits import ANYONE, NO_CHARGE, Charge, Client

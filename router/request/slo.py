@@ -16,7 +16,7 @@ from sluice.protocol.requests import ANTHROPIC, Endpoint
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, invalid, shown
-from sluice.router.request.session import DEADLINE_FIELD, StatedLoop, read_loop
+from sluice.router.request.loop import DEADLINE_FIELD, StatedLoop, read_loop
 from sluice.router.request.validation import INTEGER
 from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
 from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS

@@ -38,8 +38,8 @@ from sluice.router.errors import Reason
 from sluice.router.ingress.middleware import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
+from sluice.router.request.loop import LoopAge
 from sluice.router.request.prompt import PromptSize
-from sluice.router.request.session import LoopAge
 from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import ReplicaFault

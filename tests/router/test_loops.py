@@ -13,7 +13,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.protocol.requests import EngineRequest, ResponseItem
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError
-from sluice.router.request.session import loop_of
+from sluice.router.request.loop import loop_of
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
