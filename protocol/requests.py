@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
+from sluice.scheduling.request.job import Key
 from sluice.scheduling.request.objective import SLO
 
 # The body of a request on its way from a router to a replica.
@@ -121,6 +122,30 @@ def request_key(request_id: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+class Turn(NamedTuple):
+    """A request as a turn of an agent's session. Hashes of 63 bits, 0: none. ``session`` is of its
+    conversation and distinct for each owner of keys; of a sub-agent ``parent`` is the session that
+    started it, directly or not. ``tool``: :func:`tool_key` of the tools that the turn before has
+    called, if this one brings their results."""
+
+    session: Key = 0
+    parent: Key = 0
+    tool: Key = 0
+
+    @property
+    def program(self) -> int:
+        """The session that the work counts for: a sub-agent's is its parent's."""
+        return self.parent or self.session
+
+
+def tool_key(names: Iterable[str]) -> int:
+    """The 63-bit key of the tools that one turn calls, whatever their order and number of calls.
+    It is the same for all owners; never 0."""
+    text = "\n".join(sorted(set(names)))
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8, person=b"tool")
+    return int.from_bytes(digest.digest(), "big") >> 1 or 1
+
+
 class KVHandle(NamedTuple):
     """The KV of a prompt that one replica has computed, for transfer to another one. ``params``:
     plain data that only the engines interpret; in vLLM its ``kv_transfer_params``."""
@@ -158,7 +183,8 @@ class EngineRequest:
     client, and gives up when nothing is read for that many seconds; ``None``: the caller gets it.
 
     ``tenant`` is a 63-bit hash; best-effort tenants take turns by ``weight`` (> 0). ``rank`` is
-    of the engine with data parallelism; ``None``: the replica chooses."""
+    of the engine with data parallelism; ``None``: the replica chooses. ``turn``: ``None`` for a
+    request that names no session and brings no tool's result."""
 
     request_id: str
     endpoint: Endpoint
@@ -179,6 +205,7 @@ class EngineRequest:
     promised: bool = False
     kv_of_request: str = ""
     rank: int | None = None
+    turn: Turn | None = None
 
     def at(self, rank: int | None) -> EngineRequest:
         """The same request for this rank."""

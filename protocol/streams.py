@@ -24,6 +24,7 @@ from sluice.protocol.requests import (
     ResponseTail,
     ResponseTaken,
     Resume,
+    Turn,
 )
 from sluice.scheduling.fleet.prefix import PromptPrefix
 from sluice.scheduling.request.objective import SLO
@@ -148,7 +149,7 @@ def _layouts() -> str:
     """Names the fields of messages, which other versions may change."""
     structs = (SLO, Open, Cancel, Consumed, Delivery)
     items = (ResponseTaken, ResponseHead, ResponseChunk, ResponseSent, ResponseTail)
-    tuples = (*items, KVHandle, Resume, PromptPrefix, Stage)
+    tuples = (*items, KVHandle, Resume, PromptPrefix, Stage, Turn)
     names = [
         [each.__struct_fields__ for each in structs],
         [each._fields for each in tuples],

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 from pydantic import BaseModel, ConfigDict, Field
 
-from sluice.protocol.requests import EngineRequest
+from sluice.protocol.requests import EngineRequest, Turn
 from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.preemption import TaskBounds
@@ -48,6 +48,7 @@ class RequestArgs(NamedTuple):
     weight: Annotated[float, Meta(gt=0)] = 1.0
     promised: bool = False
     reasoning_ends: frozenset[int] = frozenset()
+    turn: Turn | None = None
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class RequestArgs(NamedTuple):
             request.weight,
             request.promised,
             ends,
+            request.turn,
         )
 
 

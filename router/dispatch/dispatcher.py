@@ -364,6 +364,7 @@ class Dispatcher:
             weight=call.client.caps.weight,
             direct_patience_s=STALLED_READER_S if answer.fetched else None,
             promised=promised,
+            turn=call.turn,
         )
         if moves and answer.opened:
             source = answer.opened[-1]

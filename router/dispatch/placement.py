@@ -591,7 +591,7 @@ class PlacementClient:
             waited_s,
             tiers,
             call.output_tokens,
-            call.session,
+            0 if call.turn is None else call.turn.session,
             call.prefix.hashes,
             call.request_id,
             prefill_key,

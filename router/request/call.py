@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint, RequestBody
+from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint, RequestBody, Turn
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import invalid, shown
@@ -29,7 +29,7 @@ from sluice.router.request.prompt import (
     prefix_of,
     salted,
 )
-from sluice.router.request.session import session_of
+from sluice.router.request.session import session_of, tool_of
 from sluice.router.request.slo import SloReader
 from sluice.router.request.validation import check_body, engine_body, refuse_structured
 from sluice.router.tenancy.limits import ANYONE, NO_CHARGE, Charge, Client
@@ -98,7 +98,7 @@ ModelLength = Callable[[Any, int], Awaitable[int | None]]
 class Call:
     """A validated API call.
 
-    ``output_tokens``: maximum; 0: the model's length. ``session``: 63-bit hash, 0: none.
+    ``output_tokens``: maximum; 0: the model's length.
     ``prefix``: hashes of the prompt's beginning. ``clamped``: fields that the client's limits
     changed. ``charge``: tokens reserved in its rate limit. ``queue_ttl_s``: longest wait it
     accepts, seconds. ``only``: replicas with their pools' roles, empty: any. ``scheduled``: it uses
@@ -112,7 +112,7 @@ class Call:
     received_s: float
     best_effort: bool = False
     output_tokens: int = 0
-    session: int = 0
+    turn: Turn | None = None
     prefix: PromptPrefix = NO_PREFIX
     client: Client = ANYONE
     clamped: Mapping[str, str] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class CallReader:
             body = {name: value for name, value in body.items() if value is not None}
         sent = dict(headers)
         slo, clamped, tier, loop = _UNSCHEDULED_SLO, _UNCHANGED, None, None
-        ttl_s, session = inf, 0
+        ttl_s, turn = inf, None
         if endpoint not in UNSCHEDULED:
             if _TTL_HEADER in sent:
                 ttl_s = queue_ttl_s(headers)
@@ -207,7 +207,10 @@ class CallReader:
                 tier = self._objectives.tier_of(slo.service_class)
         if _SESSION_HEADER in sent or not body.keys().isdisjoint(wire.SESSION_FIELDS):
             session = session_of(body, headers, client.owner)
+            turn = Turn(session) if session else None
         body = check_body(endpoint, body, self._fetch_media)
+        if body.get("tools") and (tool := tool_of(endpoint, body)):
+            turn = Turn(tool=tool) if turn is None else turn._replace(tool=tool)
         if not (self._structured_output and client.caps.structured_output):
             refuse_structured(body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
@@ -221,7 +224,7 @@ class CallReader:
             prompt=measure(endpoint, body),
             received_s=arrival.received_s,
             output_tokens=output_limit(endpoint, body),
-            session=session,
+            turn=turn,
             prefix=prefix_of(endpoint, body),
             client=client,
             clamped={**clamped, **shortened} if shortened else clamped,

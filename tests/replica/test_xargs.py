@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.protocol.requests import Turn
 from sluice.replica.scheduler.xargs import (
     ARGS,
     ID,
@@ -58,7 +59,10 @@ _prefixes = st.just(NO_PREFIX) | st.builds(
 def test_round_trip(request_id, arrival_s, slo, best_effort, prefix, others, tenant, weight):
     others = {key: value for key, value in others.items() if not key.startswith("sluice_")}
     ends = frozenset({7, 1 << 30}) if slo.stages else frozenset()
-    args = RequestArgs(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, True, ends)
+    turn = Turn(tenant, 1, 2) if best_effort else None
+    args = RequestArgs(
+        *(request_id, arrival_s, slo, best_effort, prefix, tenant, weight, True, ends, turn)
+    )
     xargs = to_xargs(args)
     assert all(isinstance(value, str) for value in xargs.values())
     assert from_xargs({**others, **xargs}, "engine-id", now_s=2e9) == args
@@ -99,6 +103,7 @@ def test_a_request_cannot_arrive_in_the_future():
         (changed(reasoning_ends=["x"]), "Expected `int`"),
         (changed(tenant="7"), "Expected `int`"),
         (changed(tenant=1 << 63), "sluice_args"),
+        (changed(turn=[1 << 63]), "sluice_args"),
         (changed(weight=0.0), "> 0"),
         (changed(prefix=3), "Expected `array`"),
         (changed(prefix=[[1 << 63], 1 << 20]), "63 bits"),
