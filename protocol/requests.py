@@ -123,19 +123,17 @@ def request_key(request_id: str) -> int:
 
 
 class Turn(NamedTuple):
-    """A request as a turn of an agent's session. Hashes of 63 bits, 0: none. ``session`` is of its
-    conversation and distinct for each owner of keys; of a sub-agent ``parent`` is the session that
-    started it, directly or not. ``tool``: :func:`tool_key` of the tools that the turn before has
-    called, if this one brings their results."""
+    """A request as a turn of an agent. Hashes of 63 bits, distinct for each owner of keys; 0: none.
+
+    ``session`` is exactly one conversation: its loop and its KV. ``program`` is what the work counts
+    for and what a replica may be chosen by: the session, or the one that a sub-agent belongs to, or
+    all conversations of one name, such as those of a person (``session`` may then be 0). ``tool``:
+    :func:`tool_key` of the tools that the turn before has called, if this one brings their results.
+    """
 
     session: Key = 0
-    parent: Key = 0
+    program: Key = 0
     tool: Key = 0
-
-    @property
-    def program(self) -> int:
-        """The session that the work counts for: a sub-agent's is its parent's."""
-        return self.parent or self.session
 
 
 def tool_key(names: Iterable[str]) -> int:

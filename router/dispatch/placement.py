@@ -591,7 +591,7 @@ class PlacementClient:
             waited_s,
             tiers,
             call.output_tokens,
-            0 if call.turn is None else call.turn.session,
+            0 if call.turn is None else call.turn.program,
             call.prefix.hashes,
             call.request_id,
             prefill_key,

@@ -207,7 +207,7 @@ class CallReader:
                 tier = self._objectives.tier_of(slo.service_class)
         if _SESSION_HEADER in sent or not body.keys().isdisjoint(wire.SESSION_FIELDS):
             session = session_of(body, headers, client.owner)
-            turn = Turn(session) if session else None
+            turn = Turn(session, session) if session else None
         body = check_body(endpoint, body, self._fetch_media)
         if body.get("tools") and (tool := tool_of(endpoint, body)):
             turn = Turn(tool=tool) if turn is None else turn._replace(tool=tool)

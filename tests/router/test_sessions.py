@@ -90,5 +90,7 @@ async def test_a_replica_gets_the_turn_and_nothing_for_a_plain_request() -> None
     requests: list[EngineRequest] = [call[1] for call in edge.side.calls]
     session = edge.controller.queries[3].session
     key = tool_key(["read"])
-    assert [each.turn for each in requests] == [None, None, Turn(tool=key), Turn(session, tool=key)]
+    assert [each.turn for each in requests] == [
+        *(None, None, Turn(tool=key), Turn(session, session, key))
+    ]
     assert session > 0
