@@ -19,6 +19,9 @@ _ANTHROPIC_TYPES: Final = {
 }
 _OPENAI_TYPES: Final = {403: "permission_error", 429: "rate_limit_error"}
 
+NO_THREADS: Final = "thread_unsupported_request"
+"""Code of a refused ``thread``. Anthropic's clients know it, and send all messages instead."""
+
 _CODES: Final = {
     404: "not_found",
     409: "request_id_in_use",
@@ -44,6 +47,8 @@ def error_document(
         other = "api_error" if status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(status, other)
         error = {"type": kind, "message": message, "code": code, **predicted}
+        if code == NO_THREADS:
+            error["details"] = {"error_code": code}
         return {"type": "error", "error": error}
     other = "server_error" if status >= 500 else "invalid_request_error"
     kind = _OPENAI_TYPES.get(status, other)

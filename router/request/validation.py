@@ -228,6 +228,14 @@ _NOT_KEPT = {
 }
 """Fields of the responses API that need state beyond one request."""
 
+_NOT_SERVED = {
+    "compaction": "send a prompt that asks for a summary",
+    "container": "no tools run here",
+    "mcp_servers": "no tools run here; call them and send their results",
+    "thread": "nothing is kept between requests; send all messages",
+}
+"""Fields of Anthropic's API without which the answer would be to something else."""
+
 _ARGS_FIELD = "vllm_xargs"
 _RESERVED_ARGS_PREFIX = "sluice"
 
@@ -454,6 +462,10 @@ def _check_response(body: dict[str, Any]) -> None:
 
 
 def _check_conversation(body: dict[str, Any]) -> None:
+    for name, why in _NOT_SERVED.items():
+        if body.get(name):
+            reason = Reason.NO_THREADS if name == "thread" else Reason.INVALID_VALUE
+            raise ApiError(reason, f"{name} is not supported: {why}", name)
     system = body.get("system")
     if isinstance(system, list):
         _check_parts([{"content": system}], "system")

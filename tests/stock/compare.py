@@ -63,7 +63,7 @@ LISTED: Final = (
     Listed("bounds", "'n': 17", "^status: 400, stock 200"),
     Listed(
         "refused fields",
-        "'(use_beam_search|request_id|priority|kv_transfer_params|previous_response_id)'",
+        "'(use_beam_search|request_id|priority|kv_transfer_params|previous_response_id|thread)'",
         "^status: 400, stock (200|404)|^error.param",
     ),
     Listed("zero tokens", "'max_(completion|output)_tokens': 0", "^error.param: max_"),

@@ -310,6 +310,7 @@ _FIELDS: dict[str, list[dict[str, Any]]] = {
         {"max_tokens": 0},
         {"max_tokens": "4"},
         {"max_tokens": None},
+        {"thread": {"type": "create"}},
         {"messages": _PARTS},
         {"messages": []},
         {"messages": [{"role": "nobody", "content": "x"}]},
