@@ -354,6 +354,7 @@ class Migrations:
 NO_ATTEMPT_LEFT = "the last replica that it was given failed"
 NO_REPLICA = "no replica was there for too long"
 REFUSED = "refused at admission"
+LOOP_ENDED = "an earlier turn of its loop failed"
 
 RETRY_PAUSE_S = 0.02
 """Pause before a request is placed again; it doubles."""
@@ -408,7 +409,10 @@ class Cluster:
         self._undecided: list[int] = []
         # Requests whose prompt is being computed for another replica, and that replica.
         self._targets: dict[int, VirtualReplica] = {}
-        self._arrived = 0
+        arrivals = enumerate(requests.arrivals)
+        # Requests that arrive at a known time, in order; and how many each other one waits for.
+        self._timed = iter([key for key, arrival in arrivals if not arrival.after])
+        self._awaited = {key: len(each.after) for key, each in enumerate(requests.arrivals)}
         self.replicas = Replicas(
             config, make_engine, self.events, self._mirror, rng, self._finished, self._noticed
         )
@@ -432,8 +436,7 @@ class Cluster:
         with a role that the cluster has not or a factor that is not positive."""
         for incident in incidents:
             self.events.at(incident.at_s, self.replicas.happening(incident))
-        if len(self._requests):
-            self.events.at(self._requests.arrivals[0].arrival_s, self._arrive)
+        self._await_next()
         if self._config.migrate:
             self.migrations.start()
         while self.ended < len(self._requests):
@@ -443,13 +446,33 @@ class Cluster:
 
     # Arrival and placement.
 
-    def _arrive(self) -> None:
-        key = self._arrived
-        self._arrived += 1
-        if self._arrived < len(self._requests):
-            self.events.at(self._requests.arrivals[self._arrived].arrival_s, self._arrive)
+    def _await_next(self) -> None:
+        key = next(self._timed, None)
+        if key is not None:
+            arrive = partial(self._arrive, key)
+            self.events.at(self._requests.arrivals[key].arrival_s, arrive)
+
+    def _arrive(self, key: int) -> None:
+        self._await_next()
         self._requests.predict(key)
         self._place(key)
+
+    def _arrive_after(self, key: int) -> None:
+        """A turn arrives after those that it waited for."""
+        self._requests.arrived_at(key, self.events.now_s)
+        self._requests.predict(key)
+        self._place(key)
+
+    def _follow(self, key: int) -> None:
+        """A request that a turn waits for has ended; the turn ends, too, if one of them failed."""
+        self._awaited[key] -= 1
+        turn = self._requests.arrivals[key].turn
+        if turn is None or self._awaited[key]:
+            return
+        if any(each in self._requests.failures for each in turn.after):
+            self.events.after(0.0, partial(self._end, key, LOOP_ENDED))
+        else:
+            self.events.after(turn.gap_s, partial(self._arrive_after, key))
 
     def _place(self, key: int) -> None:
         """Ask the router where a request goes. With a window it waits there for others."""
@@ -504,19 +527,21 @@ class Cluster:
 
     def _retry_refused(self, key: int, retry_after_s: float) -> None:
         requests, now_s = self._requests, self.events.now_s
-        requests.retried_at(key, now_s)
+        requests.arrived_at(key, now_s)
         self._place(key)
         promised = not isnan(requests.promised_s[key])
         requests.retries.append(Retry(key, now_s, retry_after_s, promised))
 
     def _query(self, key: int) -> RouteQuery:
         requests, now_s = self._requests, self.events.now_s
+        turn = requests.arrivals[key].turn
         return RouteQuery(
             key,
             requests.rest(key, now_s),
             requests.context_tokens(key),
             now_s - float(requests.rows[key, ARRIVAL]),
             self._tiers(key),
+            session=turn.session if turn is not None else 0,
             prefix=requests.arrivals[key].block_hashes,
             prefill_key=key + PREFILL_KEYS,
             tenant=requests.arrivals[key].tenant,
@@ -586,6 +611,8 @@ class Cluster:
         if self.scalers:
             self._judged.ended(key)
         self.ended += 1
+        for later in self._requests.followers.get(key, ()):
+            self._follow(later)
 
     # From prefill to decode.
 

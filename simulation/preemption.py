@@ -406,6 +406,8 @@ def simulate_prefills(
     the decisions; default: the truth with headroom."""
     believed = truth.model.with_headroom(HEADROOM) if believed is None else believed
     requests = Requests(workload)
+    if requests.followers:
+        raise ValueError(f"workload {workload.name} has loops: simulate it on a cluster")
     rng = np.random.default_rng(seed)
     engine = PreemptiveEngine(config or SuspensionConfig(), model, truth, believed, rng)
     places = requests.offsets[requests.first_stage[:-1]].copy()

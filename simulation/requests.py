@@ -83,6 +83,11 @@ class Requests:
         for arrival in self.arrivals:
             ends = range(workload.block_tokens, 1 << 62, workload.block_tokens)
             self.depths.update(zip(arrival.block_hashes, ends, strict=False))
+        self.followers: dict[int, list[int]] = {}
+        """By request, the turns of loops that wait for its end."""
+        for key, arrival in enumerate(self.arrivals):
+            for before in arrival.after:
+                self.followers.setdefault(before, []).append(key)
         self._predictor = predictor if predictor is not None else TaskLengths()
         self._columns()
 
@@ -129,8 +134,8 @@ class Requests:
         """Its prompt, and what engines that failed have emitted."""
         return int(self.rows[key, PROMPT])
 
-    def retried_at(self, key: int, now_s: float) -> None:
-        """A refused request is retried: its times count from now."""
+    def arrived_at(self, key: int, now_s: float) -> None:
+        """A turn of a loop arrives, or a refused request again: its times count from now."""
         self.arrivals[key] = self.arrivals[key]._replace(arrival_s=now_s)
         self.rows[key, ARRIVAL] = now_s
 

@@ -107,9 +107,12 @@ def simulate(
     the KV fails at arrival. Equal arguments, with a new policy, give equal results.
 
     A model as ``truth`` has 3 % noise; ``belief`` is by default its model with 5 % head-room.
-    ``seed`` is of the noise and of speculation. Raises :class:`StuckError`: nothing could run."""
+    ``seed`` is of the noise and of speculation. Raises :class:`StuckError`: nothing could run;
+    ValueError: loops, whose turns only a cluster awaits."""
     believed, true = sides(truth, belief)
     requests = Requests(workload, predictor)
+    if requests.followers:
+        raise ValueError(f"workload {workload.name} has loops: simulate it on a cluster")
     rng = np.random.default_rng(seed)
     engine = VirtualEngine(config or EngineConfig(), policy, believed, true, requests, rng)
     end_s = drive(engine, requests)

@@ -28,6 +28,18 @@ class Stage(NamedTuple):
     prompt_tokens: int = 0
 
 
+class Turn(NamedTuple):
+    """A turn of an agent's loop. It arrives ``gap_s`` after the last of the requests ``after``
+    (their indices, all below its own) has ended; if there are none, at its ``arrival_s``. ``tool``:
+    what its answer calls, empty if it ends its session; ``parent``: a sub-agent's, else 0."""
+
+    session: int
+    parent: int = 0
+    tool: str = ""
+    after: tuple[int, ...] = ()
+    gap_s: float = 0.0
+
+
 class Arrival(NamedTuple):
     """One request, ``arrival_s`` seconds from the workload's start. Policies never see
     ``output_tokens`` (of all stages); ``task`` predicts them; ``block_hashes`` identify the
@@ -42,6 +54,12 @@ class Arrival(NamedTuple):
     stages: tuple[Stage, ...] = ()
     tenant: int = 0
     weight: float = 1.0
+    turn: Turn | None = None
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The requests that must end before it arrives."""
+        return self.turn.after if self.turn is not None else ()
 
     @classmethod
     def of_stages(
@@ -76,7 +94,7 @@ class Workload:
             raise ValueError(f"block_tokens must be at least 1, got {self.block_tokens}")
         before_s = 0.0
         for index, arrival in enumerate(self.arrivals):
-            problem = _problem(arrival, before_s)
+            problem = _problem(arrival, before_s, index)
             if problem:
                 raise ValueError(f"workload {self.name}: request {index}: {problem}")
             before_s = arrival.arrival_s
@@ -118,6 +136,7 @@ def thinned(workload: Workload, share: float, seed: int) -> Workload:
     """Keep each request with probability ``share``, in (0, 1], independently of the others."""
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
+    _check_open(workload)
     rng = random.Random(seed)
     kept = tuple(arrival for arrival in workload.arrivals if rng.random() < share)
     return _scaled(workload, kept, f"thinned to a share of {share:g} (seed {seed})")
@@ -135,6 +154,7 @@ def window(workload: Workload, start_s: float, seconds: float) -> Workload:
     """The requests that arrive in ``[start_s, start_s + seconds)``, with times from ``start_s``."""
     if not (start_s >= 0 and seconds > 0):
         raise ValueError(f"a window needs start_s >= 0 and seconds > 0, got {start_s}, {seconds}")
+    _check_open(workload)
     times = [arrival.arrival_s for arrival in workload.arrivals]
     first, last = bisect_left(times, start_s), bisect_left(times, start_s + seconds)
     cut = tuple(
@@ -190,27 +210,50 @@ def merged(name: str, workloads: Sequence[Workload]) -> Workload:
     if len({workload.block_tokens for workload in workloads}) != 1:
         raise ValueError(f"workload {name}: the parts must have one block size")
     arrivals: list[Arrival] = []
-    offset = 0
+    offset = first = 0
     for workload in workloads:
         numbers: dict[int, int] = {}
         for arrival in workload.arrivals:
             hashes = tuple(
                 numbers.setdefault(block, offset + len(numbers)) for block in arrival.block_hashes
             )
-            arrivals.append(arrival._replace(block_hashes=hashes))
+            turn = arrival.turn
+            if turn is not None:
+                turn = turn._replace(after=tuple(first + each for each in turn.after))
+            arrivals.append(arrival._replace(block_hashes=hashes, turn=turn))
         offset += len(numbers)
-    arrivals.sort(key=lambda arrival: arrival.arrival_s)
+        first += len(workload)
+    order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].arrival_s)
     return Workload(
         name,
-        tuple(arrivals),
+        tuple(reordered(arrivals, order)),
         workloads[0].block_tokens,
         "; ".join(f"{part.name}: {part.scaling}" for part in workloads),
         _joined(*(f"{part.name}: {part.description}" for part in workloads)),
     )
 
 
-def _problem(arrival: Arrival, before_s: float) -> str:
+def reordered(arrivals: Sequence[Arrival], order: Sequence[int]) -> list[Arrival]:
+    """``arrivals`` in another order, in which turns still follow the same requests."""
+    place = {old: new for new, old in enumerate(order)}
+    moved = []
+    for old in order:
+        turn = arrivals[old].turn
+        if turn is not None and turn.after:
+            turn = turn._replace(after=tuple(place[each] for each in turn.after))
+        moved.append(arrivals[old]._replace(turn=turn))
+    return moved
+
+
+def _check_open(workload: Workload) -> None:
+    if any(arrival.after for arrival in workload.arrivals):
+        raise ValueError(f"workload {workload.name} has loops, whose turns belong together")
+
+
+def _problem(arrival: Arrival, before_s: float, index: int) -> str:
     """What is wrong with ``arrival``, which follows one at ``before_s``; empty if nothing is."""
+    if any(not 0 <= each < index for each in arrival.after):
+        return f"follows the requests {arrival.after}, which must all come before it"
     if not isfinite(arrival.arrival_s) or arrival.arrival_s < before_s:
         return f"arrives at {arrival.arrival_s} s, after one at {before_s} s"
     if arrival.prompt_tokens < 1 or arrival.output_tokens < 1:
