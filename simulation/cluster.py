@@ -541,7 +541,7 @@ class Cluster:
             requests.context_tokens(key),
             now_s - float(requests.rows[key, ARRIVAL]),
             self._tiers(key),
-            session=turn.session if turn is not None else 0,
+            session=turn.program if turn is not None else 0,
             prefix=requests.arrivals[key].block_hashes,
             prefill_key=key + PREFILL_KEYS,
             tenant=requests.arrivals[key].tenant,

@@ -39,6 +39,11 @@ class Turn(NamedTuple):
     after: tuple[int, ...] = ()
     gap_s: float = 0.0
 
+    @property
+    def program(self) -> int:
+        """The session that its work counts for."""
+        return self.parent or self.session
+
 
 class Arrival(NamedTuple):
     """One request, ``arrival_s`` seconds from the workload's start. Policies never see
