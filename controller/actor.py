@@ -448,7 +448,9 @@ class Controller:
             self._calibration.dropped(name)
         most = ending.most_tokens or inf
         ended = ending.outcome == "ok" and ending.tokens < most
-        self._lengths.observe(ending.service_class, ending.tenant, ending.tokens, ended)
+        self._lengths.observe(
+            *(ending.service_class, ending.tenant, ending.tokens, ended, ending.expected_tokens)
+        )
 
     def _closed(self) -> tuple[str, ...] | None:
         settling = self._clock() - self._started_s < SETTLING_S

@@ -28,6 +28,7 @@ from sluice.scheduling.request.job import (
     RouteDecision,
     RouteQuery,
     Text,
+    Tokens,
 )
 from sluice.scheduling.request.objective import OBJECTIVES, SLO
 from sluice.scheduling.request.stages import Stage
@@ -183,7 +184,7 @@ class RequestEnding(NamedTuple):
     first, by the objective's ``TPOTAnchor``. ``most_tokens`` is the limit of this choice, 0 if
     unknown. ``replica_id`` is the first one of a resumed stream. ``kept`` is ``None`` without a
     promise, an answer or an outcome that can be judged. ``judged_s`` replaces the times for a
-    request with stages (``StageClock.judged_s``)."""
+    request with stages (``StageClock.judged_s``). ``expected_tokens`` as in its query."""
 
     request_id: Id
     outcome: Id
@@ -199,6 +200,7 @@ class RequestEnding(NamedTuple):
     replica_id: Text = ""
     kept: bool | None = None
     judged_s: Ages | None = None
+    expected_tokens: Tokens = 0
 
 
 class LateNotice(NamedTuple):

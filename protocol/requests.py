@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sluice.scheduling.fleet.prefix import NO_PREFIX, PromptPrefix
-from sluice.scheduling.request.job import Key
+from sluice.scheduling.request.job import Key, Tokens
 from sluice.scheduling.request.objective import SLO
 
 # The body of a request on its way from a router to a replica.
@@ -123,17 +123,22 @@ def request_key(request_id: str) -> int:
 
 
 class Turn(NamedTuple):
-    """A request as a turn of an agent. Hashes of 63 bits, distinct for each owner of keys; 0: none.
+    """A request as a turn of an agent. Hashes of 63 bits, the first two distinct for each owner of
+    keys; 0: none.
 
-    ``session`` is exactly one conversation: its loop and its KV. ``program`` is what the work counts
-    for and what a replica may be chosen by: the session, or the one that a sub-agent belongs to, or
-    all conversations of one name, such as those of a person (``session`` may then be 0). ``tool``:
-    :func:`tool_key` of the tools that the turn before has called, if this one brings their results.
-    """
+    ``session`` is exactly one conversation: its loop and its KV. ``program`` is what the work
+    counts for and what a replica may be chosen by: the session, or the one that a sub-agent belongs
+    to, or all conversations of one name, such as those of a person (``session`` may then be 0).
+    ``tool``: :func:`tool_key` of the tools that the turn before has called, if this one brings
+    their results. ``expected_tokens``: of output, as the client expects; 0: it does not say."""
 
     session: Key = 0
     program: Key = 0
     tool: Key = 0
+    expected_tokens: Tokens = 0
+
+
+NO_TURN = Turn()
 
 
 def tool_key(names: Iterable[str]) -> int:

@@ -6,7 +6,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from sluice.router.tenancy.auth import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
@@ -290,6 +297,24 @@ class TlsConfig(BaseModel):
     key: KeyFile = Field(description="Absolute path of its private key, PEM, without a password.")
 
 
+HeaderName = Annotated[
+    str, StringConstraints(to_lower=True, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")
+]
+
+
+class SessionsConfig(BaseModel):
+    """How requests name the session that they belong to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    headers: tuple[HeaderName, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Request headers that name a conversation, in addition to those that agents "
+        "send. They go before these, after `x-sluice-session`.",
+    )
+
+
 class RouterConfig(BaseModel):
     """The HTTP edge."""
 
@@ -376,6 +401,9 @@ class RouterConfig(BaseModel):
     )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None
+    sessions: SessionsConfig = Field(
+        default_factory=SessionsConfig, description="Names of sessions."
+    )
     prefix_sharing: Literal["all", "key"] = Field(
         default="all",
         description="Which prompts share KV in the prefix caches: `all`: those of all clients, so "

@@ -20,8 +20,21 @@ from sluice.router.batches.api import (
 from sluice.router.config import HOUR_S, RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
-from sluice.router.request.session import MAX_SESSION_CHARACTERS
-from sluice.router.request.slo import SloReader, StatedStage
+from sluice.router.request.session import (
+    MAX_SESSION_CHARACTERS,
+    SESSION_FIELDS,
+    SESSION_HEADERS,
+)
+from sluice.router.request.slo import (
+    MAX_TPS,
+    MIN_TPS,
+    SMG_HEADER,
+    SMG_TIERS,
+    TPS_HEADER,
+    SloReader,
+    StatedStage,
+    hint_schemas,
+)
 from sluice.router.request.validation import (
     MAX_ENTRIES,
     MAX_INPUTS,
@@ -133,7 +146,7 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
     operation = _operation(_SUMMARIES[endpoint], content)
     scheduled = endpoint not in UNSCHEDULED
     objective = _objective_headers(config) if scheduled else ()
-    operation["parameters"] = [*objective, _SESSION, _CLIENT_REQUEST_ID]
+    operation["parameters"] = [*objective, *_SESSION, _CLIENT_REQUEST_ID]
     if scheduled:
         operation["responses"]["200"]["headers"] = _PROMISE
     asked = _form(config) if endpoint in SPEECH else _json(_body(endpoint, config))
@@ -143,7 +156,7 @@ def _inference(endpoint: Endpoint, config: RouterConfig) -> Schema:
 
 def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
     fields: dict[str, Schema] = dict(field_schemas(endpoint))
-    fields |= {name: {"type": ["string", "null"]} for name in wire.SESSION_FIELDS}
+    fields |= {name: {"type": ["string", "null"]} for name in _SESSION_FIELDS}
     fields |= _SHAPES[endpoint]
     required = [name for name in _SHAPES[endpoint] if name != "tools"]
     if endpoint not in ("tokenize", "detokenize"):
@@ -152,6 +165,7 @@ def _body(endpoint: Endpoint, config: RouterConfig) -> Schema:
         tiers = SloReader(config).tiers(endpoint)
         fields[wire.SERVICE_TIER_FIELD] = {"enum": [*tiers, None]}
         fields[wire.SLO_FIELD] = _objective(config)
+        fields[wire.NVEXT_FIELD] = {"type": ["object", "null"], "properties": hint_schemas()}
     # Those that are the server's own.
     fields |= {name: {"type": "null"} for name in ("request_id", "priority")}
     return {"type": "object", "required": sorted(required), "properties": fields}
@@ -223,10 +237,15 @@ def _stages() -> Schema:
 
 def _objective_headers(config: RouterConfig) -> list[Schema]:
     names = [pair for each in wire.SLO_HEADER_SETS for pair in each.items()]
-    stated = [_header(name, _stated(config, key)) for key, name in names]
+    stated = [_header(name, _OTHERS.get(name) or _stated(config, key)) for key, name in names]
     return [*stated, _header(wire.QUEUE_TTL_HEADER, _DURATION)]
 
 
+_OTHERS: Final[dict[str, Schema]] = {
+    TPS_HEADER: {"type": "number", "minimum": MIN_TPS, "maximum": MAX_TPS},
+    SMG_HEADER: {"enum": [*SMG_TIERS]},
+}
+"""Headers whose values are not those of the field that they state."""
 _MS: Final[Schema] = {"minimum": wire.MIN_OBJECTIVE_MS, "maximum": wire.MAX_OBJECTIVE_MS}
 _DURATION: Final[Schema] = {"type": "string", "pattern": "^[1-9][0-9]{0,2}(ms|s|m)$"}
 """Some of the durations as in Go."""
@@ -403,9 +422,9 @@ def _header(name: str, schema: Schema) -> Schema:
     return {"name": name, "in": "header", "schema": schema}
 
 
-_SESSION: Final = _header(
-    wire.SESSION_HEADER, {"type": "string", "maxLength": MAX_SESSION_CHARACTERS}
-)
+_SESSION_NAME: Final[Schema] = {"type": "string", "maxLength": MAX_SESSION_CHARACTERS}
+_SESSION: Final = [_header(each.name, _SESSION_NAME) for each in SESSION_HEADERS]
+_SESSION_FIELDS: Final = tuple(each.name for each in SESSION_FIELDS if "." not in each.name)
 _CLIENT_REQUEST_ID: Final = _header(wire.CLIENT_REQUEST_ID_HEADER, _TEXT)
 
 

@@ -1,4 +1,5 @@
-"""Every name that Sluice adds to the OpenAI API, and their second names (llm-d, Gateway API)."""
+"""Every name that Sluice adds to the OpenAI API, and their second names (llm-d, Gateway API,
+Dynamo, SGLang's routers)."""
 
 from __future__ import annotations
 
@@ -69,8 +70,39 @@ LLM_D_HEADERS: Final = {
 GATEWAY_HEADERS: Final = {CLASS: "x-gateway-inference-objective"}
 """Names in the Gateway API Inference Extension; deprecated ones of the llm-d router."""
 
-SLO_HEADER_SETS: Final = (SLO_HEADERS, LLM_D_HEADERS, GATEWAY_HEADERS)
+DYNAMO_HEADERS: Final = {TTFT: "x-dynamo-meta-slo-ttft-ms"}
+"""Dynamo's endpoint picker: whole milliseconds, above 0 (its ``admission.rs``)."""
+
+SGL_HEADERS: Final = {TTFT: "x-sgl-ttft-slo-ms", TPOT: "x-sgl-tps-slo"}
+"""sgl-router: the second one is tokens per second of one request, at least (its buckets meet a
+target if their estimate is not below it)."""
+
+SMG_HEADERS: Final = {CLASS: "x-smg-priority"}
+"""The SGLang Model Gateway's classes, from ``system``, the most important one, to ``bulk``."""
+
+SLO_HEADER_SETS: Final = (
+    SLO_HEADERS,
+    LLM_D_HEADERS,
+    GATEWAY_HEADERS,
+    DYNAMO_HEADERS,
+    SGL_HEADERS,
+    SMG_HEADERS,
+)
 """The headers that state objectives, in order of precedence."""
+
+NVEXT_FIELD: Final = "nvext"
+"""Dynamo's body object; :data:`NVEXT` of it is read, and engines do not get it."""
+
+EXPECTED: Final = "expected_tokens"
+NVEXT: Final = {
+    TTFT: "nvext.router.ttft_target",
+    TPOT: "nvext.router.itl_target",
+    PRIORITY: "nvext.agent_hints.priority",
+    EXPECTED: "nvext.agent_hints.osl",
+}
+"""Fields of Dynamo's (``RouterParams``, ``AgentHints`` in its ``nvext.rs``): targets in
+milliseconds; a higher priority is more important, as here (in vLLM a lower one), of any size; the
+expected output tokens."""
 
 QUEUE_TTL_HEADER: Final = "x-llm-d-inference-ttl"
 """Request: maximum wait in an admission queue, a duration as in Go."""
@@ -118,10 +150,9 @@ SHOULD_RETRY_HEADER: Final = "x-should-retry"
 """Response: ``false`` if a retry is useless; OpenAI's clients retry 409, 429, 5xx otherwise."""
 
 SESSION_HEADER: Final = "x-sluice-session"
-"""Request: the session that it belongs to, such as a conversation."""
-
-SESSION_FIELDS: Final = ("prompt_cache_key", "user")
-"""OpenAI's body fields that name a session if the header is missing; the first one wins."""
+"""Request: the session that it belongs to, such as a conversation; its other names are
+:data:`~sluice.router.request.session.SESSION_HEADERS`. Response: ``NAME=HASH`` of the names by
+which it was recognised."""
 
 KEY_HEADERS: Final = ("x-api-key", "api-key")
 """Request: the key, as Anthropic's and Azure's clients send it."""
@@ -163,6 +194,7 @@ RESPONSE_HEADERS: Final = (
     PROMISE_LEVEL_HEADER,
     LOOP_REMAINING_HEADER,
     CLAMPED_HEADER,
+    SESSION_HEADER,
     REPLICA_HEADER,
     PREFILL_REPLICA_HEADER,
     SHOULD_RETRY_HEADER,

@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isnan
 from typing import Any, Final
 
 import numpy as np
@@ -218,6 +218,14 @@ def end_among(token_ids: Sequence[int], ends: frozenset[int]) -> int:
     return next((place for place, token in enumerate(token_ids, 1) if token in ends), 0)
 
 
+def task_of(args: RequestArgs) -> str:
+    """Which outputs are as long as its: those of its class, and where its client expects a length,
+    those expected to be as long, within a factor of two."""
+    expected = 0 if args.turn is None else args.turn.expected_tokens
+    name = args.slo.service_class
+    return f"{name} {expected.bit_length()}" if expected else name
+
+
 @dataclass(slots=True)
 class StepInFlight:
     """A batch that the engine is running. ``parts_s``: fixed part and work of its uncorrected
@@ -300,7 +308,7 @@ class LocalScheduler:
                 logger.warning("%s; some requests are not in the state table", error)
             self._rowless += 1
         # ``min`` of nan and a number is its first argument.
-        expected = min(self._lengths.predict(slo.service_class, prompt_tokens), max_tokens)
+        expected = min(self._expected_tokens(args), max_tokens)
         if max_tokens == 1:
             expected = 1.0
         stages = None
@@ -313,6 +321,13 @@ class LocalScheduler:
         )
         self.requests[engine_id] = tracked
         return tracked
+
+    def _expected_tokens(self, args: RequestArgs) -> float:
+        """The length of its output, as learned from those like it; else as its client expects."""
+        learned = self._lengths.predict(task_of(args))
+        if isnan(learned) and args.turn is not None and args.turn.expected_tokens:
+            return float(args.turn.expected_tokens)
+        return learned
 
     def follow_stages(
         self, tracked: TrackedRequest, tokens: int, now_s: float, reasoned: int = 0
@@ -335,7 +350,7 @@ class LocalScheduler:
 
     def prolong(self, tracked: TrackedRequest, emitted_tokens: int) -> None:
         """Expect more tokens of a request that continues beyond its expected length."""
-        lengths = self._lengths.distribution(tracked.slo.service_class)
+        lengths = self._lengths.distribution(task_of(tracked.args))
         if lengths is not None:
             longer = max(lengths.given(emitted_tokens), (1 + _MIN_GROWTH) * emitted_tokens)
             tracked.expected_tokens = min(longer, tracked.max_tokens)
@@ -349,7 +364,8 @@ class LocalScheduler:
             # There may be no further plan that would publish it.
             self._best_effort_wait_s = 0.0
         if output_tokens is not None:
-            self._lengths.observe(tracked.slo.service_class, output_tokens)
+            for task in {tracked.slo.service_class, task_of(tracked.args)}:
+                self._lengths.observe(task, output_tokens)
         if tracked.slot == NO_SLOT:
             self._rowless -= 1
         else:

@@ -104,6 +104,8 @@ def _fields(
         "class": slo.service_class,
         "priority": slo.priority,
     }
+    if call.session:
+        fields["session"] = call.session
     times_s = {
         "ttft_ms": figures.ttft_s,
         "tpot_ms": figures.tpot_s,

@@ -241,6 +241,7 @@ class Dispatcher:
                 "" if answer is None else answer.head.replica_id,
                 kept,
                 figures.judged_s,
+                0 if call.turn is None else call.turn.expected_tokens,
             )
             self._controller.ended(ending)
 

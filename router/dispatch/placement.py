@@ -15,6 +15,7 @@ from math import inf
 from typing import Any, Final, Protocol
 
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
+from sluice.protocol.requests import NO_TURN
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
@@ -584,6 +585,7 @@ class PlacementClient:
         """The decision as of now, its predicted TTFT counted from the call's arrival."""
         asked_s = self._clock()
         waited_s = asked_s - call.received_s
+        turn = call.turn or NO_TURN
         query = RouteQuery(
             key,
             call.slo,
@@ -591,7 +593,7 @@ class PlacementClient:
             waited_s,
             tiers,
             call.output_tokens,
-            0 if call.turn is None else call.turn.program,
+            turn.program,
             call.prefix.hashes,
             call.request_id,
             prefill_key,
@@ -602,6 +604,7 @@ class PlacementClient:
             moves_from,
             brings_kv,
             only=tuple(call.only),
+            expected_tokens=turn.expected_tokens,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

@@ -335,6 +335,8 @@ class CallResponse(Response):
         if call.clamped:
             changes = [f"{field}={value}" for field, value in call.clamped.items()]
             headers[wire.CLAMPED_HEADER] = ", ".join(changes)
+        if call.session:
+            headers[wire.SESSION_HEADER] = call.session
         if call.loop is not None:
             left_s = max(0.0, call.loop.due_s - self._dispatcher.clock())
             headers[wire.LOOP_REMAINING_HEADER] = f"{left_s * 1000:.1f}"

@@ -29,7 +29,7 @@ from sluice.router.request.prompt import (
     prefix_of,
     salted,
 )
-from sluice.router.request.session import session_of, tool_of
+from sluice.router.request.session import SessionReader
 from sluice.router.request.slo import SloReader
 from sluice.router.request.validation import check_body, engine_body, refuse_structured
 from sluice.router.tenancy.limits import ANYONE, NO_CHARGE, Charge, Client
@@ -80,7 +80,6 @@ def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
 
 _UNCHANGED: Mapping[str, str] = {}
 _UNSCHEDULED_SLO: Final = SLO(service_class=NO_CLASS)
-_SESSION_HEADER: Final = wire.SESSION_HEADER.encode()
 
 MAX_AUDIO_BYTES = 25 << 20
 """Maximum size of audio to be transcribed or translated, bytes: that of OpenAI's API."""
@@ -98,7 +97,7 @@ ModelLength = Callable[[Any, int], Awaitable[int | None]]
 class Call:
     """A validated API call.
 
-    ``output_tokens``: maximum; 0: the model's length.
+    ``output_tokens``: maximum; 0: the model's length. ``session``: the answer's header.
     ``prefix``: hashes of the prompt's beginning. ``clamped``: fields that the client's limits
     changed. ``charge``: tokens reserved in its rate limit. ``queue_ttl_s``: longest wait it
     accepts, seconds. ``only``: replicas with their pools' roles, empty: any. ``scheduled``: it uses
@@ -113,6 +112,7 @@ class Call:
     best_effort: bool = False
     output_tokens: int = 0
     turn: Turn | None = None
+    session: str = ""
     prefix: PromptPrefix = NO_PREFIX
     client: Client = ANYONE
     clamped: Mapping[str, str] = field(default_factory=dict)
@@ -140,6 +140,7 @@ class CallReader:
     def __init__(self, config: RouterConfig, model_length: ModelLength | None = None) -> None:
         self._max_body_bytes = config.max_body_bytes
         self._objectives = SloReader(config)
+        self._sessions = SessionReader(config.sessions.headers)
         self._tokens = TokenLimits(config)
         self._fetch_media = config.fetch_media
         self._structured_output = config.structured_output
@@ -198,19 +199,24 @@ class CallReader:
             body = {name: value for name, value in body.items() if value is not None}
         sent = dict(headers)
         slo, clamped, tier, loop = _UNSCHEDULED_SLO, _UNCHANGED, None, None
-        ttl_s, turn = inf, None
+        ttl_s, turn, session, expected_tokens = inf, None, "", 0
         if endpoint not in UNSCHEDULED:
             if _TTL_HEADER in sent:
                 ttl_s = queue_ttl_s(headers)
-            slo, clamped, loop = self._objectives.read(body, headers, client.caps, endpoint)
+            slo, clamped, loop, expected_tokens = self._objectives.read(
+                body, headers, client.caps, endpoint
+            )
             if body.get(wire.SERVICE_TIER_FIELD) is not None:
                 tier = self._objectives.tier_of(slo.service_class)
-        if _SESSION_HEADER in sent or not body.keys().isdisjoint(wire.SESSION_FIELDS):
-            session = session_of(body, headers, client.owner)
-            turn = Turn(session, session) if session else None
         body = check_body(endpoint, body, self._fetch_media)
-        if body.get("tools") and (tool := tool_of(endpoint, body)):
-            turn = Turn(tool=tool) if turn is None else turn._replace(tool=tool)
+        known = self._sessions
+        # Most requests name no session, and no agent calls without tools.
+        if body.get("tools") or not (
+            known.headers.isdisjoint(sent) and known.fields.isdisjoint(body)
+        ):
+            turn, session = known.read(endpoint, body, headers, client.owner)
+        if expected_tokens:
+            turn = (turn or Turn())._replace(expected_tokens=expected_tokens)
         if not (self._structured_output and client.caps.structured_output):
             refuse_structured(body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
@@ -225,6 +231,7 @@ class CallReader:
             received_s=arrival.received_s,
             output_tokens=output_limit(endpoint, body),
             turn=turn,
+            session=session,
             prefix=prefix_of(endpoint, body),
             client=client,
             clamped={**clamped, **shortened} if shortened else clamped,

@@ -1,8 +1,9 @@
 """The SLO of a request, from the client's statements, its service class and its key's limits.
 
-Precedence by field: body ``slo``, ``x-slo-*`` headers, their second names, class. Of the class:
-``slo.class``, ``x-slo-class``, second names, ``service_tier``, default. Stages and loops come only
-from bodies; stages replace other TTFT and TPOT. Overridden values are checked, too."""
+Precedence by field: body ``slo``, ``x-slo-*`` headers, their second names, Dynamo's ``nvext``,
+class. Of the class: ``slo.class``, ``x-slo-class``, second names, ``service_tier``, default.
+Stages and loops come only from bodies; stages replace other TTFT and TPOT. Overridden values are
+checked, too."""
 
 from __future__ import annotations
 
@@ -129,6 +130,16 @@ _ALLOWED = {
     wire.PRIORITY: f"an integer from {MIN_PRIORITY} to {MAX_PRIORITY}",
 }
 
+_MAX_HINT = 1 << 31
+_ALLOWED_HINTS = _ALLOWED | {
+    wire.PRIORITY: f"an integer from {-_MAX_HINT} to {_MAX_HINT - 1}",
+    wire.EXPECTED: f"an integer from 1 to {wire.MAX_TOKENS}",
+}
+
+MIN_TPS, MAX_TPS = 0.001, 1_000_000
+SMG_TIERS = {"system": "priority", "interactive": "priority", "default": "default", "bulk": "flex"}
+"""By class of the SGLang Model Gateway, the service tier that selects the class here."""
+
 _Milliseconds = Annotated[
     float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
 ]
@@ -146,13 +157,24 @@ class _Stated(BaseModel):
     service_class: str | None = Field(default=None, alias=wire.CLASS)
 
 
+class _Hints(BaseModel):
+    """What Dynamo's ``nvext`` states, by the names of :data:`~sluice.router.wire.NVEXT`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    ttft_ms: _Milliseconds | None = None
+    tpot_ms: _Milliseconds | None = None
+    priority: Annotated[int, Field(ge=-_MAX_HINT, lt=_MAX_HINT), INTEGER] | None = None
+    expected_tokens: Annotated[int, Field(ge=1, le=wire.MAX_TOKENS), INTEGER] | None = None
+
+
 OPENAI_TIERS = ("auto", "default", "flex", "priority", "scale")
 STANDARD_ONLY = "standard_only"
 """Anthropic's name of the tier that OpenAI calls ``default``."""
 
 ANTHROPIC_TIERS = ("auto", STANDARD_ONLY)
 
-_NOTHING = _Stated()
+TPS_HEADER, SMG_HEADER = wire.SGL_HEADERS[wire.TPOT], wire.SMG_HEADERS[wire.CLASS]
 _HEADER_FIELDS = {
     name: (source, field)
     for source, names in enumerate(wire.SLO_HEADER_SETS)
@@ -160,25 +182,28 @@ _HEADER_FIELDS = {
 }
 _SLO_HEADERS = frozenset(name.encode() for name in _HEADER_FIELDS)
 _SLO_PREFIX = wire.SLO_HEADER_PREFIX.encode()
-_NO_HEADERS = (_NOTHING,) * len(wire.SLO_HEADER_SETS)
 
 _BODY_NAMES = {key: f"{wire.SLO_FIELD}.{key}" for key in wire.SLO_HEADERS}
 _BODY_KEYS = (*wire.SLO_HEADERS, wire.STAGES, wire.LOOP)
-_SOURCE_NAMES = (_BODY_NAMES, *wire.SLO_HEADER_SETS)
+
+_Source = tuple[_Stated, Mapping[str, str]]
+"""What one source states, and the client's names of the fields."""
 
 
 class Objective(NamedTuple):
-    """A request's SLO, what its key's limits changed, and its loop, whose deadline is not in it."""
+    """A request's SLO, what its key's limits changed, its loop, whose deadline is not in it, and
+    the output tokens that its client expects, 0 if it does not say."""
 
     slo: SLO
     clamped: Mapping[str, str]
     loop: StatedLoop | None = None
+    expected_tokens: int = 0
 
 
-def _first(sources: Iterable[_Stated], field: str) -> tuple[Any, str | None]:
+def _first(sources: Iterable[_Source], field: str) -> tuple[Any, str | None]:
     """The first source's value of ``field``, and the client's name for it; both may be ``None``."""
     attribute = "service_class" if field == wire.CLASS else field
-    for source, names in zip(sources, _SOURCE_NAMES, strict=True):
+    for source, names in sources:
         value = getattr(source, attribute)
         if value is not None:
             return value, names[field]
@@ -208,17 +233,21 @@ class SloReader:
     ) -> Objective:
         """The SLO by this body and these raw headers (lower-case names). Raises ApiError: 400; 403,
         the request states more than ``caps`` allow, and these refuse that."""
-        stated, loop = _NOTHING, None
+        sources: list[_Source] = []
         stages: tuple[StatedStage, ...] = ()
+        loop, expected_tokens = None, 0
         if (own := body.get(wire.SLO_FIELD)) is not None:
             stated, stages, loop = self._stated(own)
-        in_headers = self._from_headers(headers)
+            sources.append((stated, _BODY_NAMES))
+        self._from_headers(headers, sources)
         tier_class = None
         if (tier := body.get(wire.SERVICE_TIER_FIELD)) is not None:
             tier_class = self._of_tier(tier, endpoint)
-        if own is None and in_headers is _NO_HEADERS and caps is NO_CAPS:
+        if (nvext := body.get(wire.NVEXT_FIELD)) is not None:
+            hinted, expected_tokens = _read_hints(nvext)
+            sources.append((hinted, wire.NVEXT))
+        if not sources and caps is NO_CAPS:
             return self._presets[tier_class or self._default_class]
-        sources = (stated, *in_headers)
         class_name, said_in = _first(sources, wire.CLASS)
         if class_name is None and tier_class is not None:
             class_name, said_in = tier_class, wire.SERVICE_TIER_FIELD
@@ -250,7 +279,7 @@ class SloReader:
                 class_name,
                 defaults.tpot_anchor,
             )
-            return Objective(slo, limit_check.clamped, loop)
+            return Objective(slo, limit_check.clamped, loop, expected_tokens)
         slo = SLO(
             ttft_s=seconds(wire.TTFT, defaults.ttft_ms),
             tpot_s=seconds(wire.TPOT, defaults.tpot_ms),
@@ -259,7 +288,7 @@ class SloReader:
             service_class=class_name,
             tpot_anchor=defaults.tpot_anchor,
         )
-        return Objective(slo, limit_check.clamped, loop)
+        return Objective(slo, limit_check.clamped, loop, expected_tokens)
 
     def tier_of(self, service_class: str) -> str | None:
         """A class's first OpenAI tier except ``auto``, which stands for the server's choice."""
@@ -292,9 +321,9 @@ class SloReader:
         rest = {key: each for key, each in value.items() if key in wire.SLO_HEADERS}
         return self._checked(rest, _BODY_NAMES), stages, read_loop(value.get(wire.LOOP))
 
-    def _from_headers(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterable[_Stated]:
-        """The values of each of :data:`~sluice.router.wire.SLO_HEADER_SETS`, in one pass."""
-        found: tuple[dict[str, Any], ...] = ({}, {}, {})
+    def _from_headers(self, headers: Iterable[tuple[bytes, bytes]], sources: list[_Source]) -> None:
+        """Add what each of :data:`~sluice.router.wire.SLO_HEADER_SETS` states, in one pass."""
+        found: dict[int, dict[str, Any]] = {}
         for raw_name, raw_value in headers:
             if raw_name not in _SLO_HEADERS and not raw_name.startswith(_SLO_PREFIX):
                 continue
@@ -307,12 +336,23 @@ class SloReader:
                     name[:64],
                 )
             source, field = known
-            if field in found[source]:
+            values = found.setdefault(source, {})
+            if field in values:
                 raise invalid(f"{name} must be given once, got it several times", name)
-            found[source][field] = _parsed(field, name, raw_value.decode("latin-1"))
-        if not any(found):
-            return _NO_HEADERS
-        return [self._checked(*each) for each in zip(found, wire.SLO_HEADER_SETS, strict=True)]
+            text = raw_value.decode("latin-1")
+            values[field] = self._of_smg(text) if name == SMG_HEADER else _parsed(field, name, text)
+        for source in sorted(found):
+            names = wire.SLO_HEADER_SETS[source]
+            sources.append((self._checked(found[source], names), names))
+
+    def _of_smg(self, text: str) -> str | None:
+        """The class by the SGLang Model Gateway's header; ``None``: the default one."""
+        given = text.strip().lower()
+        if given not in SMG_TIERS:
+            raise invalid(
+                f"{SMG_HEADER} must be one of {_names(SMG_TIERS)}, got {shown(text)}", SMG_HEADER
+            )
+        return self._class_of_tier.get(SMG_TIERS[given])
 
     def _checked(self, values: dict[str, Any], names: Mapping[str, str]) -> _Stated:
         """``values`` by field, validated; ``names`` are the client's names of the fields."""
@@ -359,11 +399,58 @@ def _parsed(field: str, name: str, text: str) -> object:
     """The value of a header as its JSON type. Only plain decimal numbers are accepted."""
     if field == wire.CLASS:
         return text
+    if name == TPS_HEADER:
+        per_s = float(text) if _NUMBER.fullmatch(text) else 0.0
+        if MIN_TPS <= per_s <= MAX_TPS:
+            return 1000 / per_s
+        raise invalid(
+            f"{name} must be a number of tokens per second from {MIN_TPS:g} to {MAX_TPS}, "
+            f"got {shown(text)}",
+            name,
+        )
     if field == wire.PRIORITY and _INTEGER.fullmatch(text):
         return int(text)
     if field != wire.PRIORITY and _NUMBER.fullmatch(text):
         return float(text)
     raise invalid(f"{name} must be {_ALLOWED[field]}, got {shown(text)}", name)
+
+
+def _read_hints(nvext: Any) -> tuple[_Stated, int]:
+    """The objective in ``nvext``, and its expected output tokens, 0 if none are stated. The rest of
+    it is Dynamo's own. Raises ApiError: 400."""
+    given = {}
+    for key, name in wire.NVEXT.items():
+        _, outer, inner = name.split(".")
+        part = nvext.get(outer) if isinstance(nvext, dict) else nvext
+        if not isinstance(part, dict | None) or not isinstance(nvext, dict):
+            wrong = wire.NVEXT_FIELD if part is nvext else f"{wire.NVEXT_FIELD}.{outer}"
+            raise invalid(f"{wrong} must be an object, got {shown(part)}", wrong)
+        if part is not None and part.get(inner) is not None:
+            given[key] = part[inner]
+    try:
+        hints = _Hints.model_validate(given)
+    except ValidationError as error:
+        field = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
+        name = wire.NVEXT[field]
+        raise invalid(
+            f"{name} must be {_ALLOWED_HINTS[field]}, got {shown(given[field])}", name
+        ) from None
+    priority = hints.priority
+    if priority is not None:
+        priority = min(max(priority, MIN_PRIORITY), MAX_PRIORITY)
+    stated = _Stated(ttft_ms=hints.ttft_ms, tpot_ms=hints.tpot_ms, priority=priority)
+    return stated, hints.expected_tokens or 0
+
+
+def hint_schemas() -> dict[str, Any]:
+    """JSON schemas of the objects in ``nvext`` that are read."""
+    properties = _Hints.model_json_schema()["properties"]
+    objects: dict[str, Any] = {}
+    for key, name in wire.NVEXT.items():
+        _, outer, inner = name.split(".")
+        object_ = objects.setdefault(outer, {"type": ["object", "null"], "properties": {}})
+        object_["properties"][inner] = {"anyOf": properties[key]["anyOf"]}
+    return objects
 
 
 def _names(names: Iterable[str]) -> str:

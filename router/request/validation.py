@@ -345,7 +345,9 @@ def _integers_in(values: list[Any]) -> list[Any]:
     ]
 
 
-_ROUTER_FIELDS = frozenset((wire.SLO_FIELD, wire.SERVICE_TIER_FIELD, *_SERVER_FIELDS))
+_ROUTER_FIELDS = frozenset(
+    (wire.SLO_FIELD, wire.SERVICE_TIER_FIELD, wire.NVEXT_FIELD, *_SERVER_FIELDS)
+)
 
 
 def engine_body(parsed: RequestBody, body: dict[str, Any]) -> RequestBody:

@@ -209,7 +209,9 @@ class OutputLengths:
     """Learns the lengths of outputs by service class and tenant, from how requests ended.
 
     A tenant counts by its own outputs from ``MIN_ENDED`` on, and by its class before; until a
-    class has as many, one of ``UNKNOWN_OUTPUT_TOKENS`` is added. ``O(1)`` to ask, ``O(MEMORY log
+    class has as many, one of ``UNKNOWN_OUTPUT_TOKENS`` is added. What clients expect counts by how
+    long their outputs of such an expectation, within a factor of two, turned out; until
+    ``MIN_ENDED`` have, it can only raise the prediction. ``O(1)`` to ask, ``O(MEMORY log
     MEMORY)`` for ``EVERY`` outputs to learn, bounded memory.
 
     Raises ``ValueError`` if ``level``, the share of outputs within the bound, is not in (0, 1)."""
@@ -220,10 +222,11 @@ class OutputLengths:
         self._level = level
         self._classes: OrderedDict[str, _Seen] = OrderedDict()
         self._tenants: OrderedDict[tuple[str, int], _Seen] = OrderedDict()
+        self._expected: OrderedDict[tuple[str, int, int], _Seen] = OrderedDict()
 
     def __len__(self) -> int:
-        """Classes and tenants that are followed."""
-        return len(self._classes) + len(self._tenants)
+        """Classes, tenants and expectations that are followed."""
+        return len(self._classes) + len(self._tenants) + len(self._expected)
 
     def of(self, query: RouteQuery) -> OutputLength:
         """What is expected of the output of a request."""
@@ -232,11 +235,19 @@ class OutputLengths:
         if seen is None or seen.ended < MIN_ENDED:
             seen = self._classes.get(service_class)
         found = UNKNOWN if seen is None else seen.length
+        if tokens := query.expected_tokens:
+            seen = self._expected.get((service_class, query.tenant, tokens.bit_length()))
+            if seen is not None and seen.ended >= MIN_ENDED:
+                found = seen.length
+            else:
+                found = OutputLength(max(found.mean, tokens), max(found.bound, tokens))
         if not most_tokens:
             return found
         return OutputLength(min(found.mean, most_tokens), min(found.bound, most_tokens))
 
-    def observe(self, service_class: str, tenant: int, tokens: int, ended: bool) -> None:
+    def observe(
+        self, service_class: str, tenant: int, tokens: int, ended: bool, expected_tokens: int = 0
+    ) -> None:
         """Learn from an output of ``tokens`` that ended by itself or was cut off. Empty outputs and
         class names that are empty or too long are ignored."""
         if tokens < 1 or not 0 < len(service_class) <= MAX_TASK_NAME:
@@ -247,6 +258,9 @@ class OutputLengths:
         if tenant:
             of_tenant = used(self._tenants, (service_class, tenant), _Seen, MAX_TENANTS)
             of_tenant.add(tokens, ended, self._level)
+        if expected_tokens:
+            kind = service_class, tenant, expected_tokens.bit_length()
+            used(self._expected, kind, _Seen, MAX_TENANTS).add(tokens, ended, self._level)
 
 
 class _Seen:

@@ -63,6 +63,7 @@ class RouteQuery(NamedTuple):
         prompt_tokens: an estimate: the edge does not tokenise.
         tiers: the tiers that it may be served in. With both, it is promised if possible.
         output_tokens: maximum output length; 0 if unknown.
+        session: of its conversation, or of the conversations that it belongs together with.
         prefix: hashes of the prompt's first chunks, each of all before it (``fleet.prefix``).
         request_id, client_request_id: for tracing by people; no policy reads them.
         prefill_key: of its prefill, if another replica may compute it; 0: one replica serves it
@@ -73,7 +74,8 @@ class RouteQuery(NamedTuple):
         brings_kv: a stream that runs at ``moves_from``, which transfers its KV.
         elsewhere: another cell can be asked: an impossible promise is declined, and nothing is
             counted.
-        only: Serve's replicas, one of which must serve it; empty: any."""
+        only: Serve's replicas, one of which must serve it; empty: any.
+        expected_tokens: of output, as the client expects; 0: it does not say."""
 
     key: Key
     slo: SLO
@@ -93,6 +95,7 @@ class RouteQuery(NamedTuple):
     brings_kv: bool = False
     elsewhere: bool = False
     only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)] = ()
+    expected_tokens: Tokens = 0
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sluice.router import wire
 from sluice.router.request.arrival import INFERENCE_PATHS
+from sluice.router.request.session import SESSION_HEADERS
 
 PATHS = (*INFERENCE_PATHS, "/v1/models", "/health", "/v1/files", "/v1/batches", "/v1/responses/x")
 
@@ -52,7 +53,8 @@ HEADER_VALUES = (
 
 HEADERS = (
     *(name.encode() for names in wire.SLO_HEADER_SETS for name in names.values()),
-    *(wire.QUEUE_TTL_HEADER.encode(), wire.SESSION_HEADER.encode(), b"x-slo-", b"x-slo-unknown"),
+    *(name.encode() for each in SESSION_HEADERS for name in each[:3] if name),
+    *(wire.QUEUE_TTL_HEADER.encode(), b"x-slo-", b"x-slo-unknown"),
     *(b"authorization", b"host"),
     *(b"content-type", b"content-encoding", b"content-length", b"transfer-encoding", b"expect"),
     *(b"connection", b"upgrade", b"traceparent", b"x-request-id", b"accept-encoding", b"te"),
@@ -64,6 +66,7 @@ FIELDS = (
     *("max_completion_tokens", "temperature", "top_p", "stop", "logit_bias", "tools", "priority"),
     *("response_format", "logprobs", "top_logprobs", "user", "service_tier", "vllm_xargs", "seed"),
     *("kv_transfer_params", "request_id", "stream_options", "cache_salt", "best_of", "echo"),
+    *("nvext", "metadata", "prompt_cache_key", "safety_identifier"),
 )
 
 Chance = random.Random

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.protocol.requests import Turn
 from sluice.replica.scheduler.local_scheduler import GarbageCollector, LocalScheduler
 from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
@@ -255,6 +257,23 @@ def test_requests_beyond_the_table_run_without_a_row(engine, caplog):
 
 
 CHAT = SLO(service_class="chat")
+
+
+def test_an_expected_length_counts_until_outputs_of_such_an_expectation_are_known(engine):
+    scheduler = engine.scheduler
+
+    def expected(tokens, most=1_000):
+        args = RequestArgs("x", 0.0, CHAT, turn=Turn(expected_tokens=tokens) if tokens else None)
+        tracked = scheduler.track("x", args, 1, 10, most)
+        scheduler.forget("x")
+        return tracked.expected_tokens
+
+    assert (expected(100), expected(100, most=60)) == (100, 60)
+    assert isnan(expected(0))
+    scheduler.track("y", RequestArgs("y", 0.0, CHAT, turn=Turn(expected_tokens=100)), 1, 10, 900)
+    scheduler.forget("y", 300)
+    assert (expected(100), expected(127), expected(128)) == (300, 300, 128)
+    assert expected(0) == 300  # it is of the class, too
 
 
 def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(engine):

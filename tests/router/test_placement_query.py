@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from sluice.protocol.requests import EngineRequest
-from sluice.router.errors import ApiError
 from sluice.router.request.prompt import MAX_OUTPUT_TOKENS, output_limit
-from sluice.router.request.session import MAX_SESSION_CHARACTERS, session_of
 from tests.router.far_side import COMPLETION_BODY
 from tests.router.test_admission import edge_of, guaranteed, post
 
@@ -46,38 +44,3 @@ def test_the_most_that_a_call_may_generate(
     endpoint: Any, body: dict[str, Any], expected: int
 ) -> None:
     assert output_limit(endpoint, {**COMPLETION_BODY, **body}) == expected
-
-
-def session(body: dict[str, Any], *headers: str, owner: str = "o") -> int:
-    return session_of(body, [(b"x-sluice-session", value.encode()) for value in headers], owner)
-
-
-def test_a_session_is_the_headers_then_the_cache_keys_then_the_users() -> None:
-    body = {"prompt_cache_key": "cache", "user": "user"}
-    assert session(body, "header") == session({}, "header") == session({"user": "header"})
-    assert session(body) == session({"user": "cache"}) != session({"user": "user"})
-    assert session({}) == session({"user": None}) == session({"user": ""}) == 0
-    assert session(body) != session(body, owner="other")
-    assert 0 < session(body) < 2**63
-
-
-@pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
-def test_a_session_named_in_the_body_may_be_long(field: str) -> None:
-    one, other = "x" * 60_000, "x" * 60_001
-    assert session({field: one}) == session({field: one}) != session({field: other})
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "param"),
-    [
-        ({"user": 5}, (), "user"),
-        ({"prompt_cache_key": ["x"]}, (), "prompt_cache_key"),
-        ({}, ("x" * (MAX_SESSION_CHARACTERS + 1),), "x-sluice-session"),
-        ({}, ("x", "x"), "x-sluice-session"),
-    ],
-)
-def test_a_bad_session_is_named(body: dict[str, Any], headers: tuple[str, ...], param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        session(body, *headers)
-    assert caught.value.param == param
-    assert len(caught.value.message) < 300

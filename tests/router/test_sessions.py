@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from sluice.protocol.requests import EngineRequest, Turn, tool_key
-from sluice.router.request.session import tool_of
-from tests.router.test_admission import edge_of, guaranteed, post
+from sluice.router.errors import ApiError
+from sluice.router.request.session import (
+    MAX_SESSION_CHARACTERS,
+    SESSION_FIELDS,
+    SESSION_HEADERS,
+    Recognised,
+    SessionReader,
+    short,
+    tool_of,
+)
+from tests.documents import ROOT, section
+from tests.router.test_admission import CONFIG, edge_of, guaranteed, post
 
 TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {}}}]
 ASK = {"role": "user", "content": "Which files?"}
@@ -91,6 +102,248 @@ async def test_a_replica_gets_the_turn_and_nothing_for_a_plain_request() -> None
     session = edge.controller.queries[3].session
     key = tool_key(["read"])
     assert [each.turn for each in requests] == [
-        *(None, None, Turn(tool=key), Turn(session, session, key))
+        *(None, None, Turn(tool=key), Turn(0, session, key))
     ]
     assert session > 0
+
+
+# Names of sessions.
+
+UUID = "2c4e1cf0-7a67-4d2e-9a4b-1d16d3f44752"
+
+
+def recognised(
+    body: dict[str, Any], *headers: tuple[str, str], owner: str = "o", endpoint: Any = "chat"
+) -> Recognised:
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    return SessionReader().read(endpoint, {"messages": [ASK], **body}, raw, owner)
+
+
+def turn_of(body: dict[str, Any], *headers: tuple[str, str], **more: Any) -> Turn:
+    turn = recognised(body, *headers, **more).turn
+    assert turn is not None
+    return turn
+
+
+@pytest.mark.parametrize("name", [each for each in SESSION_HEADERS if not each.shared])
+def test_a_header_of_each_client_names_a_conversation(name: Any) -> None:
+    turn, said = recognised({}, (name.name, "s1"), ("accept", "*/*"))
+    assert turn is not None
+    assert turn.session == turn.program > 0
+    assert said == f"{name.name}={short(turn.session)}"
+    # The same whatever a client calls it, another one for another owner.
+    assert turn == turn_of({}, ("x-sluice-session", "s1"))
+    assert turn.session != turn_of({}, (name.name, "s1"), owner="p").session
+    assert turn.session != turn_of({}, (name.name, "s2")).session
+
+
+def test_the_first_name_of_the_table_is_taken() -> None:
+    ours, theirs = ("x-sluice-session", "a"), ("session-id", "b")
+    assert recognised({"user": "c"}, theirs, ours) == recognised({}, ours)
+    assert recognised({"user": "c"}, theirs) == recognised({}, theirs)
+    assert recognised({"user": "c"}, ("x-sluice-session", ""), theirs) == recognised({}, theirs)
+    both = {"prompt_cache_key": "cache", "user": "c"}
+    assert recognised(both) == recognised({"prompt_cache_key": "cache"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "root", "said"),
+    [
+        (
+            {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
+            {"x-claude-code-session-id": "s"},
+            ["x-claude-code-session-id", "x-claude-code-agent-id"],
+        ),
+        (
+            {"session-id": "s", "thread-id": "a"},
+            {"session-id": "s", "thread-id": "s"},
+            ["session-id", "thread-id"],
+        ),
+        (
+            {"x-session-affinity": "a", "x-session-id": "a", "x-parent-session-id": "s"},
+            {"x-session-affinity": "s", "x-session-id": "s"},
+            ["x-session-affinity", "x-parent-session-id"],
+        ),
+        (
+            {"x-dynamo-session-id": "a", "x-dynamo-parent-session-id": "s"},
+            {"x-dynamo-session-id": "s"},
+            ["x-dynamo-session-id", "x-dynamo-parent-session-id"],
+        ),
+    ],
+)
+def test_a_sub_agent_has_a_conversation_of_its_own_and_works_for_its_session(
+    headers: dict[str, str], root: dict[str, str], said: list[str]
+) -> None:
+    child, names = recognised({}, *headers.items())
+    parent = turn_of({}, *root.items())
+    assert child is not None
+    assert child.program == parent.program == parent.session
+    assert child.session not in (0, parent.session)
+    assert [each.partition("=")[0] for each in names.split(", ")] == said
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        ({"user": "bob"}, ()),
+        ({"safety_identifier": "bob"}, ()),
+        ({"prompt_cache_key": "bob"}, ()),
+        ({"metadata": {"user_id": "bob"}}, ()),
+        ({}, (("x-llm-d-inference-fairness-id", "bob"),)),
+    ],
+)
+def test_a_shared_name_is_no_conversation(body: dict[str, Any], headers: Any) -> None:
+    turn, said = recognised(body, *headers)
+    assert turn is not None
+    assert (turn.session, said.endswith(f"={short(turn.program)}")) == (0, True)
+    # Two loops of one person are two conversations that count for the same.
+    loops = [
+        turn_of({**body, "tools": TOOLS, "messages": [ASK, drawn(number)]}, *headers)
+        for number in "12"
+    ]
+    assert loops[0].program == loops[1].program == turn.program
+    assert loops[0].session != loops[1].session
+
+
+@pytest.mark.parametrize(
+    "user_id",
+    [
+        f"user_0a1b_account__session_{UUID}",
+        f'{{"device_id": "d", "account_uuid": "", "session_id": "{UUID}"}}',
+    ],
+)
+def test_claude_codes_session_is_found_in_its_users_id(user_id: str) -> None:
+    expected = turn_of({}, ("x-claude-code-session-id", UUID))
+    for body in ({"metadata": {"user_id": user_id}}, {"user": user_id}):
+        assert turn_of(body, endpoint="messages") == expected
+
+
+@pytest.mark.parametrize("field", ["user", "prompt_cache_key"])
+def test_a_name_in_the_body_may_be_long(field: str) -> None:
+    one, other = "session" * 10_000, "session" * 10_001
+    assert turn_of({field: one}) == turn_of({field: one}) != turn_of({field: other})
+
+
+LONG = "x" * (MAX_SESSION_CHARACTERS + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        ({"user": 5}, (), "user"),
+        ({"prompt_cache_key": ["x"]}, (), "prompt_cache_key"),
+        ({"metadata": {"user_id": 5}}, (), "metadata"),
+        ({}, (("x-sluice-session", LONG),), "x-sluice-session"),
+        ({}, (("x-session-affinity", LONG),), "x-session-affinity"),
+        ({}, (("session-id", "x"), ("session-id", "x")), "session-id"),
+        ({}, (("session-id", "x"), ("thread-id", LONG)), "thread-id"),
+        ({}, (("session-id", "x"), ("thread-id", "x"), ("thread-id", "y")), "thread-id"),
+    ],
+)
+def test_a_bad_name_is_named(body: dict[str, Any], headers: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        recognised(body, *headers)
+    assert caught.value.param == param
+    assert len(caught.value.message) < 300
+
+
+def test_names_of_the_configuration_go_before_those_of_agents() -> None:
+    reader = SessionReader(["x-conversation"])
+    raw = [(b"session-id", b"a"), (b"x-conversation", b"b")]
+    assert reader.read("chat", {}, raw, "o") == (
+        *(turn_of({}, ("session-id", "b")), f"x-conversation={short(reader_key('b'))}"),
+    )
+    raw.append((b"x-sluice-session", b"c"))
+    assert reader.read("chat", {}, raw, "o").turn == turn_of({}, ("session-id", "c"))
+
+
+def reader_key(value: str) -> int:
+    return turn_of({}, ("session-id", value)).session
+
+
+# Conversations without a name.
+
+
+def drawn(number: str) -> dict[str, Any]:
+    """A message of the chat API with a call whose id is random, as engines draw it."""
+    call = {"id": f"chatcmpl-tool-b97a{number * 28}", "type": "function"}
+    return {"role": "assistant", "tool_calls": [{**call, "function": {"name": "read"}}]}
+
+
+def test_the_first_tool_call_identifies_a_conversation_at_any_router() -> None:
+    system = {"role": "system", "content": "You are an agent. " * 1_000}
+    begin = [system, ASK]
+    first = [*begin, drawn("1"), result("read")]
+    later = [*first, drawn("2"), result("read")]
+    other = [*begin, drawn("3"), result("read")]
+    assert recognised({"tools": TOOLS, "messages": begin}) == (None, "")
+    of = [turn_of({"tools": TOOLS, "messages": each}) for each in (first, later, other)]
+    assert of[0] == of[1]
+    assert of[0].session == of[0].program > 0
+    assert of[2].session != of[0].session
+    said = recognised({"tools": TOOLS, "messages": later}).header
+    assert said == f"tool_call={short(of[0].session)}"
+    # Of one owner, and not of a request that can call nothing.
+    assert turn_of({"tools": TOOLS, "messages": first}, owner="p").session != of[0].session
+    assert recognised({"messages": first}) == (None, "")
+
+
+def test_the_first_tool_call_of_each_api_identifies() -> None:
+    use = {"type": "tool_use", "id": "toolu_01A09q90qw90lq917835lq9", "name": "read", "input": {}}
+    messages = [ASK, {"role": "assistant", "content": [use]}, brought("read")]
+    item = {"type": "function_call", "call_id": "call_9fQ2mVb81LqKe", "name": "read"}
+    body = {"tools": TOOLS, "input": [ASK, item, output("call_9fQ2mVb81LqKe")]}
+    assert turn_of({"tools": TOOLS, "messages": messages}, endpoint="messages").session
+    assert turn_of(body, endpoint="responses").session
+
+
+@pytest.mark.parametrize(
+    "number", ["functions.read:0", "call_0", "tool_call_00012", "read-4711a", "x" * 8, "", None, 5]
+)
+def test_an_id_that_may_be_counted_identifies_nothing(number: Any) -> None:
+    message = drawn("1")
+    message["tool_calls"][0]["id"] = number
+    turn, said = recognised({"tools": TOOLS, "messages": [ASK, message, result("read")]})
+    assert (turn, said) == (Turn(tool=tool_key(["read"])), "")
+
+
+async def test_two_routers_know_the_same_session_and_say_so() -> None:
+    conversation = [ASK, drawn("1"), result("read")]
+    answers = []
+    for _ in range(2):
+        edge = edge_of(guaranteed())
+        response = await post(edge, messages=conversation, tools=TOOLS)
+        request: EngineRequest = edge.side.calls[0][1]
+        assert request.turn is not None
+        assert edge.controller.queries[0].session == request.turn.program
+        assert response.headers["x-sluice-session"] == f"tool_call={short(request.turn.session)}"
+        answers.append(request.turn)
+    assert answers[0] == answers[1]
+
+
+async def test_a_plain_request_has_no_session() -> None:
+    edge = edge_of(guaranteed())
+    response = await post(edge)
+    assert "x-sluice-session" not in response.headers
+    assert edge.controller.queries[0].session == 0
+
+
+def test_names_of_headers_are_checked_in_the_configuration() -> None:
+    sessions = CONFIG.model_validate({"sessions": {"headers": ["X-Conversation"]}}).sessions
+    assert sessions.headers == ("x-conversation",)
+    for bad in (["x conversation"], [""], ["x:y"], ["x" * 65], ["x"] * 17, "x"):
+        with pytest.raises(ValueError, match="headers"):
+            CONFIG.model_validate({"sessions": {"headers": bad}})
+
+
+def test_the_table_of_names_is_documented_in_its_order() -> None:
+    text = section(ROOT / "docs" / "agents.md", "Which session a request belongs to")
+    cells = re.findall(r"^\| ([^|]*`[^|]*)\|", text, re.MULTILINE)
+    own, *others = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
+    names = (*SESSION_HEADERS, *SESSION_FIELDS)
+    assert [own, *others] == [
+        names[0].name,
+        "router.sessions.headers",
+        *[n.name for n in names[1:]],
+    ]
+    assert all(f"`{name}`" in text for each in names for name in each[:3] if name)

@@ -23,7 +23,7 @@ from sluice.router.request.call import queue_ttl_s
 from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
-from sluice.router.wire import MAX_OBJECTIVE_MS
+from sluice.router.wire import MAX_OBJECTIVE_MS, SLO_HEADER_SETS
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.request.stages import KEPT_S, MAX_LOOPS, MAX_STAGES, Stage
 from tests.documents import ROOT, marked, section
@@ -289,6 +289,123 @@ def test_an_inference_objective_names_the_class(
     assert "once" in refused(body, *headers.items(), (last, "free")).message
 
 
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        (("x-dynamo-meta-slo-ttft-ms", "250"), {"ttft_s": 0.25}),
+        (("x-sgl-ttft-slo-ms", "250"), {"ttft_s": 0.25}),
+        (("x-sgl-tps-slo", "40"), {"tpot_s": 0.025}),
+        (("x-sgl-tps-slo", "0.001"), {"tpot_s": 1_000.0}),
+        (("x-sgl-tps-slo", "1000000"), {"tpot_s": 1e-6}),
+    ],
+)
+def test_times_of_other_routers_are_taken(
+    header: tuple[str, str], expected: dict[str, float]
+) -> None:
+    slo = read({}, header)
+    ttft_s, tpot_s = expected.get("ttft_s", 5.0), expected.get("tpot_s", 0.2)
+    assert slo == SLO(ttft_s, tpot_s, 60.0, 1, "slow")
+    # Ours first.
+    assert read({}, header, ("x-slo-ttft-ms", "7"), ("x-slo-tpot-ms", "8")).times_s[:2] == (
+        *(0.007, 0.008),
+    )
+    assert "once" in refused({}, header, header).message
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("system", "fast"), ("Interactive", "fast"), (" default ", "slow"), ("BULK", "slow")],
+)
+def test_a_class_of_the_sglang_gateway_is_that_of_the_service_tier(
+    value: str, expected: str
+) -> None:
+    assert read({}, ("x-smg-priority", value)) == CONFIG.classes[expected].objective(expected)
+    assert read({"slo": {"class": "free"}}, ("x-smg-priority", value)).service_class == "free"
+
+
+def nvext(hints: Any = None, router: Any = None) -> dict[str, Any]:
+    return {"nvext": {"agent_hints": hints, "router": router, "annotations": ["x"]}}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (nvext(router={"ttft_target": 100}), SLO(0.1, 0.2, 60.0, 1, "slow")),
+        (nvext(router={"itl_target": 20.5}), SLO(5.0, 0.0205, 60.0, 1, "slow")),
+        (nvext({"priority": 7}), SLO(5.0, 0.2, 60.0, 7, "slow")),
+        # A higher one is more important there, as here; it has no bounds there.
+        (nvext({"priority": 200}), SLO(5.0, 0.2, 60.0, 10, "slow")),
+        (nvext({"priority": -3}), SLO(5.0, 0.2, 60.0, 1, "slow")),
+        (nvext({"speculative_prefill": True}), SLO(5.0, 0.2, 60.0, 1, "slow")),
+        (
+            {**nvext({"priority": 9}, {"ttft_target": 9}), "slo": {"ttft_ms": 8, "priority": 2}},
+            SLO(0.008, 0.2, 60.0, 2, "slow"),
+        ),
+        ({"nvext": None}, SLO(5.0, 0.2, 60.0, 1, "slow")),
+    ],
+)
+def test_dynamos_hints_are_taken(body: dict[str, Any], expected: SLO) -> None:
+    assert read(body) == expected
+
+
+def test_headers_go_before_dynamos_hints() -> None:
+    assert read(nvext(router={"ttft_target": 9}), ("x-sgl-ttft-slo-ms", "8")).ttft_s == 0.008
+
+
+def test_an_expected_length_is_no_objective() -> None:
+    found = READER.read(nvext({"osl": 300}), ())
+    assert (found.slo, found.expected_tokens) == (READER.read({}, ()).slo, 300)
+    assert READER.read({}, ()).expected_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param", "allowed"),
+    [
+        ({}, ("x-dynamo-meta-slo-ttft-ms", "0"), None, "a number of milliseconds from 0.001"),
+        ({}, ("x-sgl-ttft-slo-ms", "fast"), None, "a number of milliseconds from 0.001"),
+        ({}, ("x-sgl-tps-slo", "0"), None, "tokens per second from 0.001 to 1000000"),
+        ({}, ("x-sgl-tps-slo", "NaN"), None, "tokens per second from 0.001 to 1000000"),
+        ({}, ("x-sgl-tps-slo", "1000001"), None, "tokens per second from 0.001 to 1000000"),
+        ({}, ("x-smg-priority", "urgent"), None, "one of system, interactive, default, bulk"),
+        ({}, ("x-smg-priority", ""), None, "one of system, interactive, default, bulk"),
+        ({"nvext": []}, None, "nvext", "an object"),
+        (nvext([]), None, "nvext.agent_hints", "an object"),
+        (nvext(router=3), None, "nvext.router", "an object"),
+        (nvext(router={"ttft_target": "9"}), None, "nvext.router.ttft_target", "milliseconds"),
+        (nvext(router={"itl_target": 0}), None, "nvext.router.itl_target", "milliseconds"),
+        (nvext({"priority": "high"}), None, "nvext.agent_hints.priority", "-2147483648 to"),
+        (nvext({"priority": 1 << 31}), None, "nvext.agent_hints.priority", "to 2147483647"),
+        (nvext({"osl": 0}), None, "nvext.agent_hints.osl", "an integer from 1 to 2147483647"),
+        (nvext({"osl": True}), None, "nvext.agent_hints.osl", "an integer from 1"),
+    ],
+)
+def test_a_bad_value_of_another_router_is_named(
+    body: dict[str, Any], headers: tuple[str, str] | None, param: str | None, allowed: str
+) -> None:
+    error = refused(body, *([headers] if headers else []))
+    assert error.param == (param or (headers and headers[0]))
+    assert allowed in error.message
+    assert ", got " in error.message
+
+
+def test_values_of_other_routers_are_held_to_the_caps_of_the_key() -> None:
+    caps = {"max_priority": 3, "min_ttft_ms": 100.0, "min_tpot_ms": 50.0, "classes": ("slow",)}
+    body = nvext({"priority": 9}, {"ttft_target": 1})
+    raw = [(b"x-sgl-tps-slo", b"100"), (b"x-smg-priority", b"interactive")]
+    slo, clamped, *_ = READER.read(body, raw, TenantLimits(**caps))
+    assert slo == SLO(0.1, 0.05, 60.0, 3, "slow")
+    assert clamped == {"class": "slow", "priority": "3", "ttft_ms": "100", "tpot_ms": "50"}
+    for part, said_in in (
+        ((nvext({"priority": 9}), []), "nvext.agent_hints.priority"),
+        ((nvext(router={"ttft_target": 1}), []), "nvext.router.ttft_target"),
+        (({}, raw[:1]), "x-sgl-tps-slo"),
+        (({}, raw[1:]), "x-smg-priority"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            READER.read(*part, TenantLimits(**caps, beyond="refuse"))
+        assert (caught.value.reason, caught.value.param) == (Reason.NOT_PERMITTED, said_in)
+
+
 def test_the_class_says_how_tpot_is_measured() -> None:
     classes = {"each": ServiceClass(tpot_ms=50, tpot_anchor="running_max"), "free": ServiceClass()}
     reader = SloReader(RouterConfig(classes=classes, default_class="free"))
@@ -418,14 +535,23 @@ _JSON = st.recursive(
     max_leaves=6,
 )
 _FIELDS = st.sampled_from(["ttft_ms", "tpot_ms", "e2e_ms", "priority", "class", "x"])
+_HINTS = st.dictionaries(
+    st.sampled_from(["ttft_target", "itl_target", "priority", "osl", "x"]), _JSON, max_size=4
+)
 
 
 @given(
     slo=st.dictionaries(_FIELDS, _JSON, max_size=4) | _JSON,
     tier=_JSON,
+    hints=st.dictionaries(st.sampled_from(["agent_hints", "router"]), _HINTS | _JSON) | _JSON,
     headers=st.lists(
         st.tuples(
-            st.sampled_from([*HEADERS, *ALIASES, *OBJECTIVES, "x-slo-x", "accept"]),
+            st.sampled_from(
+                [
+                    *(name for each in SLO_HEADER_SETS for name in each.values()),
+                    *("x-slo-x", "accept"),
+                ]
+            ),
             st.text(st.characters(max_codepoint=255), max_size=12)
             | st.floats().map(str)
             | st.integers().map(str),
@@ -434,10 +560,10 @@ _FIELDS = st.sampled_from(["ttft_ms", "tpot_ms", "e2e_ms", "priority", "class", 
     ),
 )
 def test_anything_is_either_an_objective_or_a_400(
-    slo: Any, tier: Any, headers: list[tuple[str, str]]
+    slo: Any, tier: Any, hints: Any, headers: list[tuple[str, str]]
 ) -> None:
     try:
-        result = read({"slo": slo, "service_tier": tier}, *headers)
+        result = read({"slo": slo, "service_tier": tier, "nvext": hints}, *headers)
     except ApiError as error:
         assert error.reason.status == 400
         assert error.param

@@ -281,3 +281,42 @@ def test_without_cuts_the_mean_is_the_mean_and_enough_are_within_the_bound(
     mean, bound = length_of(np.array(tokens, np.int32), np.ones(len(tokens), np.bool_), level)
     assert mean == pytest.approx(np.mean(tokens))
     assert np.mean(np.array(tokens) <= bound) >= level - 1e-9
+
+
+# What clients expect of their outputs.
+
+
+def expecting(tokens: int, tenant: int = 7) -> RouteQuery:
+    slo = SLO(ttft_s=1.0, service_class="chat")
+    return RouteQuery(1, slo, 10, tenant=tenant, expected_tokens=tokens)
+
+
+def test_an_expectation_only_raises_the_prediction_until_it_is_known_how_such_turn_out() -> None:
+    lengths = OutputLengths()
+    for _ in range(MEMORY):
+        lengths.observe("chat", 7, 400, ended=True)
+    learned = lengths.of(expecting(0))
+    assert learned.mean == 400
+    assert lengths.of(expecting(40)) == learned
+    assert lengths.of(expecting(900)) == OutputLength(900, 900)
+    assert lengths.of(expecting(900)._replace(output_tokens=500)) == OutputLength(500, 500)
+    for _ in range(MIN_ENDED):
+        lengths.observe("chat", 7, 50, ended=True, expected_tokens=40)
+    # Within a factor of two, of this tenant, and what was seen, not what was said.
+    assert lengths.of(expecting(40)).mean == lengths.of(expecting(63)).mean == 50
+    assert lengths.of(expecting(64)).mean == lengths.of(expecting(40, tenant=8)).mean > 300
+    assert lengths.of(expecting(40)).bound >= 50
+
+
+def test_a_client_that_expects_too_little_is_known_by_what_it_gets() -> None:
+    lengths = OutputLengths()
+    for _ in range(MIN_ENDED):
+        lengths.observe("chat", 7, 2_000, ended=True, expected_tokens=1)
+    assert lengths.of(expecting(1)).mean == 2_000
+
+
+def test_expectations_are_bounded_in_number() -> None:
+    lengths = OutputLengths()
+    for tenant in range(1, MAX_TENANTS + 50):
+        lengths.observe("chat", tenant, 5, ended=True, expected_tokens=4)
+    assert len(lengths) == 1 + 2 * MAX_TENANTS
