@@ -210,12 +210,12 @@ def with_priorities(workload: Workload, shares: Mapping[int, float], seed: int) 
 
 
 def merged(name: str, workloads: Sequence[Workload]) -> Workload:
-    """All requests of ``workloads``, by arrival; only requests of the same part share a prefix.
-    Raises :class:`ValueError`: none, or different block sizes."""
+    """All requests of ``workloads``, by arrival; only those of the same part share a prefix or a
+    session. Raises :class:`ValueError`: none, or different block sizes."""
     if len({workload.block_tokens for workload in workloads}) != 1:
         raise ValueError(f"workload {name}: the parts must have one block size")
     arrivals: list[Arrival] = []
-    offset = first = 0
+    offset = first = sessions = 0
     for workload in workloads:
         numbers: dict[int, int] = {}
         for arrival in workload.arrivals:
@@ -224,10 +224,15 @@ def merged(name: str, workloads: Sequence[Workload]) -> Workload:
             )
             turn = arrival.turn
             if turn is not None:
-                turn = turn._replace(after=tuple(first + each for each in turn.after))
+                turn = turn._replace(
+                    session=sessions + turn.session,
+                    parent=turn.parent and sessions + turn.parent,
+                    after=tuple(first + each for each in turn.after),
+                )
             arrivals.append(arrival._replace(block_hashes=hashes, turn=turn))
         offset += len(numbers)
         first += len(workload)
+        sessions = max((each.turn.session for each in arrivals if each.turn), default=0)
     order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].arrival_s)
     return Workload(
         name,
