@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any, Final, NamedTuple
 
@@ -81,10 +81,8 @@ class SessionReader:
     def __init__(self, headers: Iterable[str] = ()) -> None:
         own, *others = SESSION_HEADERS
         self._names = (own, *map(SessionName, headers), *others)
-        self.headers: Collection[bytes] = frozenset(each.name.encode() for each in self._names)
-        self.fields: Collection[str] = frozenset(
-            each.name.partition(".")[0] for each in SESSION_FIELDS
-        )
+        self.headers = frozenset(each.name.encode() for each in self._names)
+        self.fields = frozenset(each.name.partition(".")[0] for each in SESSION_FIELDS)
 
     def read(
         self,
@@ -97,7 +95,8 @@ class SessionReader:
         owner. ``O(headers + messages)``. Raises ApiError: 400."""
         session = program = 0
         said: list[tuple[str, int]] = []
-        for name, value in self._given(body, headers):
+        # All are checked, the first one counts.
+        for name, value in list(self._given(body, headers))[:1]:
             program = _key(owner, value)
             said.append((name.name, program))
             session = 0 if name.shared else program
@@ -107,7 +106,6 @@ class SessionReader:
             elif name.parent and (parent := _header(name.parent, headers)) not in ("", value):
                 program = _key(owner, parent)
                 said.append((name.parent, program))
-            break
         tools = body.get("tools")
         if tools and not session and (call := _first_call(endpoint, body)):
             session = _key(owner, call)
@@ -122,10 +120,10 @@ class SessionReader:
         self, body: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]]
     ) -> Iterable[tuple[SessionName, str]]:
         """The names in the request, in order of precedence."""
-        if not self.headers.isdisjoint([name for name, _ in headers]):
-            for name in self._names:
-                if value := _header(name.name, headers):
-                    yield name, value
+        sent = self.headers.intersection([name for name, _ in headers])
+        for name in self._names if sent else ():
+            if name.name.encode() in sent and (value := _header(name.name, headers)):
+                yield name, value
         for name in SESSION_FIELDS:
             if value := _field(name.name, body):
                 found = _CLAUDE_SESSION.search(value) if "session" in value else None
@@ -224,8 +222,8 @@ def tool_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
     messages = reversed(body.get("messages") or ())
     if not _brings_results(next(messages, {})):
         return 0
-    last = next((each for each in messages if each.get("role") == "assistant"), {})
-    return tool_key(map(_name, _called(last)))
+    called = next((_called(each) for each in messages if each.get("role") == "assistant"), [])
+    return tool_key(map(_name, called))
 
 
 def _is_output(item: Mapping[str, Any]) -> bool:

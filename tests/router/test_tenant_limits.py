@@ -43,16 +43,16 @@ def key(secret: str = "secret-1", name: str | None = None, **caps: Any) -> ApiKe
 
 def test_what_is_within_the_caps_is_served_as_asked() -> None:
     caps = TenantLimits(classes=("slow", "fast"), max_priority=8, min_ttft_ms=100, min_tpot_ms=10)
-    assert read(caps) == (SLO(0.1, 0.01, None, 8, "fast"), {}, None)
+    assert read(caps) == Objective(SLO(0.1, 0.01, None, 8, "fast"), {})
     assert read(caps, {"slo": {"class": "slow"}}).clamped == {}
     caps = TenantLimits(min_ttft_ms=500, min_tpot_ms=500, min_e2e_ms=500)
-    assert read(caps, {"slo": {"class": "free"}}) == (SLO(service_class="free"), {}, None)
+    assert read(caps, {"slo": {"class": "free"}}) == Objective(SLO(service_class="free"), {})
 
 
 def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
     caps = TenantLimits(classes=("slow",), max_priority=4, min_ttft_ms=500.5, min_tpot_ms=50)
     body = {"slo": {"class": "fast", "priority": 9, "tpot_ms": 1}}
-    slo, clamped, _ = read(caps, body, **{"ttft-ms": "20"})
+    slo, clamped, *_ = read(caps, body, **{"ttft-ms": "20"})
     assert slo == SLO(0.5005, 0.05, 60.0, 4, "slow")
     said = {"class": "slow", "priority": "4", "ttft_ms": "500.5", "tpot_ms": "50"}
     assert clamped == said
@@ -61,7 +61,7 @@ def test_what_is_beyond_is_clamped_and_said_field_by_field() -> None:
 def test_what_a_class_presets_is_held_to_the_caps_too() -> None:
     caps = TenantLimits(max_priority=2, min_ttft_ms=300, beyond="refuse")
     clamped = {"priority": "2", "ttft_ms": "300"}
-    assert read(caps) == (SLO(0.3, 0.01, None, 2, "fast"), clamped, None)
+    assert read(caps) == Objective(SLO(0.3, 0.01, None, 2, "fast"), clamped)
     # Nor does it count as asking for a class that none was named.
     only_slow = TenantLimits(classes=("slow", "free"), beyond="refuse")
     assert read(only_slow).slo.service_class == "slow"
@@ -148,7 +148,7 @@ def test_nothing_that_a_client_sends_passes_its_caps(
     body = {"slo": slo, "service_tier": tier}
     wanted = READER.read(body, raw).slo
     try:
-        got, clamped, _ = READER.read(body, raw, caps)
+        got, clamped, *_ = READER.read(body, raw, caps)
     except ApiError as error:
         assert (caps.beyond, error.reason.status) == ("refuse", 403)
         return
