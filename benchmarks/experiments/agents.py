@@ -1,0 +1,307 @@
+"""Agents' loops among others: how long short ones take in a backlog, and what of their KV is still
+there when a tool has its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isnan, nan
+from typing import NamedTuple
+
+import numpy as np
+
+from sluice.benchmarks.experiments.grid import (
+    Experiment,
+    Product,
+    Row,
+    Rows,
+    Scaled,
+    first,
+    having,
+    means,
+)
+from sluice.benchmarks.experiments.systems import (
+    ADMISSION,
+    DEFAULT,
+    ROUTER,
+    SETUPS,
+    Contender,
+    Setup,
+    System,
+    colocated,
+    run_cluster,
+)
+from sluice.benchmarks.report import Table
+from sluice.scheduling.request.objective import SLO
+from sluice.simulation.agents import Loops, agents
+from sluice.simulation.generators import Poisson, Task, always, generate
+from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.run import Result
+from sluice.simulation.settings import SLOS_SERVE_OUTPUTS, SLOS_SERVE_PROMPTS
+from sluice.simulation.workload import Workload, merged
+
+FCFS, BEFORE, AFTER = "FCFS", "Sluice, no sessions", "Sluice"
+
+
+class Contestant(NamedTuple):
+    """A system, and whether it gets to know which session a turn is of and what it calls."""
+
+    label: str
+    system: System
+    sessions: bool = True
+
+
+_SLUICE = System(ROUTER, DEFAULT, ADMISSION)
+CONTESTANTS = (
+    Contestant(FCFS, System("min_load", Contender("fcfs", "fcfs"))),
+    Contestant(BEFORE, _SLUICE, sessions=False),
+    Contestant(AFTER, _SLUICE),
+)
+
+SHORT_TURNS, LONG_TURNS = 5, 40
+"""Most turns of a short loop, and fewest of a long one."""
+
+BATCH_TOKENS = 2_048
+"""Of the engine: with as many as usual a backlog's step takes most of a second."""
+
+
+def engine(setup: str, kv_tokens: int) -> Setup:
+    """An engine of a setup, with this memory."""
+    own = SETUPS[setup]
+    limits = {
+        "kv_blocks": kv_tokens // own.engine.block_tokens,
+        "max_batch_tokens": BATCH_TOKENS,
+    }
+    return own._replace(engine=own.engine.model_copy(update=limits))
+
+
+def anonymous(workload: Workload) -> Workload:
+    """The same requests at the same times, none of which says what it is a turn of."""
+    nothing = {"session": 0, "parent": 0, "tool": ""}
+    made = [
+        each if each.turn is None else each._replace(turn=each.turn._replace(**nothing))
+        for each in workload.arrivals
+    ]
+    return replace(workload, arrivals=tuple(made))
+
+
+def run(workload: Workload, by: Contestant, setup: Setup, replicas: int, seed: int) -> Result:
+    """One run of a contestant."""
+    known = workload if by.sessions else anonymous(workload)
+    return run_cluster(known, by.system, setup, colocated(replicas), seed).result
+
+
+class Backlog(NamedTuple):
+    """How much of a backlog there is: long loops, which all begin within half a minute, and short
+    ones, which come while these last."""
+
+    long: int
+    short: int
+    per_s: float
+    most_turns: int = 60
+
+    def workload(self, slo: SLO, seed: int) -> Workload:
+        """Both kinds; they share nothing."""
+        short = Loops("agent", slo, least=1, most=SHORT_TURNS, sub_agents=0.0, gap_scale=GAPS)
+        long = Loops("agent", slo, least=LONG_TURNS, most=self.most_turns, gap_scale=GAPS)
+        parts = (
+            agents("short", [short], Poisson(self.per_s), self.short, seed),
+            agents("long", [long], Poisson(self.long / 30), self.long, seed),
+        )
+        return merged("backlog", parts)
+
+
+GAPS = 0.3
+"""Factor on the times of tools in the backlog: an engine that is scaled down is faster, too."""
+
+BACKLOG_KV_TOKENS = 131_072
+OBJECTIVES = {"none": SLO(), "TPOT 0.1 s": SLO(tpot_s=0.1)}
+
+
+def measure_backlog(
+    seed: int, objective: SLO, system: Contestant, backlog: Backlog
+) -> Mapping[str, float]:
+    """Mean times of short and long loops, seconds, and turns a second until the last has ended."""
+    workload = backlog.workload(objective, seed)
+    result = run(workload, system, engine("8b", BACKLOG_KV_TOKENS), 1, seed)
+    short, long = [], []
+    for turns, seconds in loop_times(workload, result):
+        (short if turns <= SHORT_TURNS else long).append(seconds)
+    return {
+        "short_s": float(np.mean(short)),
+        "short_p95_s": float(np.percentile(short, 95)),
+        "long_s": float(np.mean(long)),
+        "turns_per_s": len(workload) / result.end_s,
+        "prefilled": float(prefilled(result)),
+    }
+
+
+def prefilled(result: Result) -> int:
+    """Tokens that were computed and are no later token of an output."""
+    outputs = sum(arrival.output_tokens - 1 for arrival in result.requests.arrivals)
+    return result.computed_tokens - outputs
+
+
+def loop_times(workload: Workload, result: Result) -> list[tuple[int, float]]:
+    """Turns, sub-agents' included, and seconds of each loop; those with a failed turn are left
+    out."""
+    requests = result.requests
+    ended_s = requests.emitted_s[requests.offsets[requests.first_stage[1:]] - 1]
+    loops: dict[int, list[int]] = {}
+    for key, arrival in enumerate(workload.arrivals):
+        if arrival.turn is not None:
+            loops.setdefault(arrival.turn.program, []).append(key)
+    begun_s = [workload.arrivals[own[0]].arrival_s for own in loops.values()]
+    took_s = [
+        (len(own), float(ended_s[own].max()) - begin_s)
+        for own, begin_s in zip(loops.values(), begun_s, strict=True)
+    ]
+    return [each for each in took_s if not isnan(each[1])]
+
+
+class Crowd(NamedTuple):
+    """Loops that live at the same time, on an engine with memory for a ``third`` of them, and chats
+    beside them."""
+
+    loops: int
+    chats: int
+    chats_per_s: float
+    most_turns: int = 60
+    third: float = 1 / 3
+
+    @property
+    def kv_tokens(self) -> int:
+        """The engine's memory: this share of what the live loops have, which is at the mean half of
+        a context."""
+        return int(self.third * self.loops * MEAN_TOKENS)
+
+    def workload(self, seed: int) -> Workload:
+        """Loops and chats."""
+        kind = Loops("agent", AGENT, least=LONG_TURNS, most=self.most_turns)
+        loops = agents("loops", [kind], Poisson(self.loops / 30), self.loops, seed)
+        prompt, output = (
+            SLOS_SERVE_PROMPTS["chatbot"].lengths,
+            SLOS_SERVE_OUTPUTS["chatbot"].lengths,
+        )
+        chat = Task("chat", prompt, output, always(CHAT))
+        chats = generate("chats", [chat], Poisson(self.chats_per_s), self.chats, seed)
+        return merged("crowd", (loops, replace(chats, block_tokens=loops.block_tokens)))
+
+
+MEAN_TOKENS = 8_000
+AGENT = SLO(tpot_s=0.1, service_class="agent")
+CHAT = SLO(ttft_s=1.0, tpot_s=0.1, service_class="chat")
+
+
+def measure_crowd(seed: int, system: Contestant, crowd: Crowd) -> Mapping[str, float]:
+    """P95 of the TTFT of turns with a tool's result, seconds; prefill tokens; and of the chats the
+    shares that were promised, and that kept it."""
+    workload = crowd.workload(seed)
+    result = run(workload, system, engine("8b", crowd.kv_tokens), 1, seed)
+    requests, measured = result.requests, stages(result.requests)
+    after = np.array([bool(each.after) for each in workload.arrivals])
+    chats = np.array([each.turn is None for each in workload.arrivals])
+    promised = ~np.isnan(requests.promised_s) & chats
+    met = attained(requests, measured, TPOTMetric.MEAN)
+    loops = loop_times(workload, result)
+    return {
+        "ttft_p50_s": float(np.percentile(measured.ttft_s[after], 50)),
+        "ttft_p95_s": float(np.percentile(measured.ttft_s[after], 95)),
+        "prefilled": float(prefilled(result)),
+        "loop_s": float(np.mean([seconds for _, seconds in loops])),
+        "promised": float(promised.sum() / chats.sum()),
+        "kept": float(met[promised].mean()) if promised.any() else nan,
+        "met": float(met[chats].mean()),
+    }
+
+
+# How each run compares with another one of the same workload.
+
+BACKLOG, CROWD = "backlog", "short of KV"
+_BESIDE = {BACKLOG: FCFS, CROWD: BEFORE}
+
+
+def compared(rows: Rows) -> Rows:
+    """The rows with ratios to first come, first served, or to Sluice without sessions."""
+    return [{**row, **_ratios(row, _other(rows, row))} for row in rows]
+
+
+def _other(rows: Rows, row: Row) -> Row:
+    same = {name: row[name] for name in ("scenario", "objective", "seed") if name in row}
+    (found,) = having(rows, {**same, "system": _BESIDE[str(row["scenario"])]})
+    return found
+
+
+def _ratios(row: Row, other: Row) -> Row:
+    over = {name: float(row[name]) / float(other[name]) for name in row if name in _FIGURES}
+    faster = {f"{name}_faster": 1 / over[name] for name in ("short_s", "long_s") if name in over}
+    return {**{f"{name}_ratio": value for name, value in over.items()}, **faster}
+
+
+_FIGURES = ("short_s", "long_s", "turns_per_s", "ttft_p95_s", "prefilled", "loop_s")
+
+
+def by_loop(rows: Rows) -> Table:
+    """What a backlog does to short and to long loops."""
+    figures = {
+        "short_s": ("short, s", 1),
+        "short_s_faster": ("faster", 2),
+        "short_p95_s": ("P95, s", 1),
+        "long_s": ("long, s", 1),
+        "long_s_ratio": ("over FCFS", 3),
+        "turns_per_s_ratio": ("turns/s over FCFS", 3),
+        "prefilled_ratio": ("prefill tokens over FCFS", 3),
+    }
+    note = (
+        f"Mean time of loops of up to {SHORT_TURNS} turns, and of {LONG_TURNS} or more; faster: "
+        "that of FCFS over its own."
+    )
+    table = means("A backlog of loops", ("objective", "system"), figures, note)
+    return table(having(rows, {"scenario": BACKLOG}))
+
+
+def by_memory(rows: Rows) -> Table:
+    """What too little KV memory does to turns after a tool, and to chats."""
+    figures = {
+        "ttft_p50_s": ("TTFT P50, s", 2),
+        "ttft_p95_s": ("P95, s", 2),
+        "ttft_p95_s_ratio": ("P95 over LRU", 3),
+        "prefilled_ratio": ("prefill tokens over LRU", 3),
+        "loop_s_ratio": ("loops' time over LRU", 3),
+        "promised": ("chats promised", 3),
+        "kept": ("kept", 4),
+        "met": ("chats met", 3),
+    }
+    note = "TTFT of turns that bring a tool's result. LRU: Sluice without sessions."
+    table = means("KV memory for a third of the loops", ("system",), figures, note)
+    return table(having(rows, {"scenario": CROWD}))
+
+
+EXPERIMENT = Experiment(
+    "agents",
+    "ours; lengths and turns of TraceLab (arXiv 2606.30560) and vLLM's AgentX",
+    "Do short loops of agents wait behind long ones, and is their KV there when their tools have "
+    "results?",
+    setting="Closed loops: a turn arrives when the tool has taken its time after the last answer. "
+    f"Lengths are 1/16 of the published ones, on one engine (8b, batches of {BATCH_TOKENS:,}"
+    f" tokens). {BACKLOG}: long loops all begin within half a minute, short ones come while these "
+    f"last; times of tools x {GAPS:g}. {CROWD}: memory for a third of the live loops, chats beside "
+    "them.",
+    grids=[
+        Product(
+            measure_backlog,
+            {"objective": first(OBJECTIVES), "system": CONTESTANTS},
+            {"backlog": Scaled(Backlog(4, 4, 0.5, 42), Backlog(60, 60, 0.06))},
+            {"scenario": BACKLOG},
+        ),
+        Product(
+            measure_crowd,
+            {"system": (CONTESTANTS[0], *CONTESTANTS[-2:])},
+            {"crowd": Scaled(Crowd(8, 40, 1.0, 42), Crowd(48, 1_500, 3.0))},
+            {"scenario": CROWD},
+        ),
+    ],
+    tables=(by_loop, by_memory),
+    derive=compared,
+    seeds=3,
+)

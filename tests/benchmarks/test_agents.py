@@ -1,0 +1,85 @@
+"""``sluice bench agents`` on the simulator: loops are whole, timed and compared by seed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sluice.benchmarks.experiments.agents import (
+    AFTER,
+    BACKLOG,
+    BEFORE,
+    CONTESTANTS,
+    CROWD,
+    FCFS,
+    Backlog,
+    Crowd,
+    anonymous,
+    compared,
+    engine,
+    loop_times,
+    run,
+)
+from sluice.benchmarks.experiments.grid import Row
+from sluice.scheduling.request.objective import SLO
+from sluice.simulation.workload import Arrival, Turn, Workload
+
+ENGINE = engine("8b", 131_072)
+
+
+def test_a_loop_lasts_until_its_last_turn_and_sub_agents_are_turns_of_it() -> None:
+    def turn(at_s: float, session: int, *after: int, parent: int = 0, prompt: int = 9) -> Arrival:
+        stated = Turn(session, parent, after=after, gap_s=2.0 if after else 0.0)
+        return Arrival(at_s, prompt, 3, SLO(), turn=stated)
+
+    loops = (
+        turn(1.0, 4),
+        turn(1.0, 5, 0, parent=4),
+        turn(1.0, 4, 1),
+        turn(3.0, 8),
+        # Longer than the engine's memory: its loop fails.
+        turn(9.0, 12),
+        turn(9.0, 12, 4, prompt=10**6),
+    )
+    result = run(Workload("three", loops), CONTESTANTS[0], ENGINE, 1, seed=1)
+    found = loop_times(Workload("three", loops), result)
+    assert [turns for turns, _ in found] == [3, 1]
+    # Two tools of two seconds each.
+    assert 4.0 < found[0][1] < 4.5
+    assert found[1][1] < 0.5
+
+
+def test_without_sessions_requests_and_times_are_the_same() -> None:
+    workload = Backlog(2, 3, 1.0, 41).workload(SLO(), seed=3)
+    unnamed = anonymous(workload)
+    assert {each.turn.program for each in unnamed.arrivals} == {0}
+    assert {each.turn.tool for each in unnamed.arrivals} == {""}
+    results = [run(each, CONTESTANTS[0], ENGINE, 1, seed=3) for each in (workload, unnamed)]
+    np.testing.assert_array_equal(*(each.requests.emitted_s for each in results))
+
+
+def test_a_crowd_has_a_third_of_its_memory() -> None:
+    crowd = Crowd(12, 30, 1.0)
+    assert crowd.kv_tokens == 32_000
+    workload = crowd.workload(seed=1)
+    kinds = [each.slo.service_class for each in workload.arrivals]
+    assert kinds.count("chat") == 30
+    assert len({each.turn.program for each in workload.arrivals if each.turn}) == 12
+
+
+def test_systems_are_compared_with_the_same_loops() -> None:
+    def row(scenario: str, system: str, seed: int, figure: str, value: float) -> Row:
+        return {"scenario": scenario, "system": system, "seed": seed, figure: value}
+
+    rows = [
+        row(BACKLOG, FCFS, 1, "short_s", 60.0),
+        row(BACKLOG, FCFS, 2, "short_s", 90.0),
+        row(BACKLOG, AFTER, 1, "short_s", 10.0),
+        row(BACKLOG, AFTER, 2, "short_s", 9.0),
+        row(CROWD, BEFORE, 1, "prefilled", 100.0),
+        row(CROWD, AFTER, 1, "prefilled", 70.0),
+    ]
+    found = {(each["system"], each["scenario"], each["seed"]): each for each in compared(rows)}
+    assert found[AFTER, BACKLOG, 1]["short_s_faster"] == 6.0
+    assert found[AFTER, BACKLOG, 2]["short_s_faster"] == 10.0
+    assert found[FCFS, BACKLOG, 2]["short_s_faster"] == 1.0
+    assert found[AFTER, CROWD, 1]["prefilled_ratio"] == 0.7
