@@ -166,6 +166,8 @@ def messages_of(endpoint: Endpoint, body: dict[str, Any]) -> list[dict[str, Any]
     """A body's validated conversation, the system's part first; some messages have no role."""
     if endpoint in ANTHROPIC:
         system = body.get("system")
+        if isinstance(system, list):
+            system = [part for part in system if not _is_attribution(part)]
         first = [{"role": "system", "content": system}] if system else []
         return [*first, *body["messages"]]
     if endpoint == "chat":
@@ -175,6 +177,13 @@ def messages_of(endpoint: Endpoint, body: dict[str, Any]) -> list[dict[str, Any]
     items = [{"content": given}] if isinstance(given, str) else given
     instructions = body.get("instructions")
     return [{"content": instructions}, *items] if isinstance(instructions, str) else items
+
+
+def _is_attribution(part: Any) -> bool:
+    """Claude Code's first block of the system prompt. It differs by conversation, and vLLM leaves
+    it out: with it no two of them would seem to begin alike."""
+    text = part.get("text") if isinstance(part, dict) else None
+    return isinstance(text, str) and text.startswith("x-anthropic-billing-header")
 
 
 class TokenEstimator:

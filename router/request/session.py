@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from typing import Any, Final, NamedTuple
 
 from sluice.protocol.requests import Endpoint, Turn, tool_key
@@ -210,20 +210,25 @@ def tool_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
     """The key of the tools whose results end a validated conversation; 0: none do.
     ``O(messages of the last turn)``."""
     if endpoint == "responses":
-        items = body["input"]
-        if not isinstance(items, list):
+        if not isinstance(body["input"], list):
             return 0
-        ids = [item.get("call_id") for item in takewhile(_is_output, reversed(items))]
+        items = list(dropwhile(_is_notice, reversed(body["input"])))
+        ids = [item.get("call_id") for item in takewhile(_is_output, items)]
         if not ids:
             return 0
-        before = islice(reversed(items), len(ids), None)
+        before = islice(items, len(ids), None)
         calls = takewhile(lambda item: not _is_output(item), before)
         return tool_key(_name(item) for item in calls if item.get("call_id") in ids)
-    messages = reversed(body.get("messages") or ())
+    messages = dropwhile(_is_notice, reversed(body.get("messages") or ()))
     if not _brings_results(next(messages, {})):
         return 0
     called = next((_called(each) for each in messages if each.get("role") == "assistant"), [])
     return tool_key(map(_name, called))
+
+
+def _is_notice(message: Mapping[str, Any]) -> bool:
+    """What an agent says to the model after a tool's result: Claude Code's reminders."""
+    return message.get("role") in ("system", "developer")
 
 
 def _is_output(item: Mapping[str, Any]) -> bool:

@@ -143,13 +143,14 @@ def responses(body: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, 
         item |= {"status": "completed", "content": [part]}
     else:
         item = {"type": "function_call", "id": f"fc_{name}", "call_id": f"call_{name}"}
-        item |= {"name": call[0], "arguments": ""}
+        space, _, tool = call[0].rpartition("__")  # as vLLM names the tools of a namespace
+        item |= {"name": tool, "arguments": "", **({"namespace": space} if space else {})}
         yield event("response.output_item.added", **at, item={**item, "status": "in_progress"})
         within = {**at, "item_id": item["id"]}
         for piece in _pieces(call[1]):
             yield event("response.function_call_arguments.delta", **within, delta=piece)
         item |= {"arguments": json.dumps(call[1]), "status": "completed"}
-        ended = {"arguments": item["arguments"], "name": call[0]}
+        ended = {"arguments": item["arguments"], "name": tool}
         yield event("response.function_call_arguments.done", **within, **ended)
     yield event("response.output_item.done", **at, item=item)
     usage: dict[str, Any] = {"input_tokens": 50, "output_tokens": 7, "total_tokens": 57}

@@ -155,3 +155,13 @@ def test_the_longest_prompt_costs_no_more_than_the_last_chunk():
     assert prefix.size == len(prompt)
     changed = {"model": "m", "prompt": prompt[:-1] + "q"}
     assert prefix_of("completions", changed) == prefix
+
+
+def test_a_block_that_the_engine_leaves_out_changes_no_hash():
+    def body(*system):
+        blocks = [{"type": "text", "text": text} for text in system]
+        return {"model": "m", "system": blocks, "messages": [{"role": "user", "content": "hi"}]}
+
+    plain = prefix_of("messages", body("Help. " * 200))
+    billed = body("x-anthropic-billing-header: cc_version=2.1.332.fb6;", "Help. " * 200)
+    assert prefix_of("messages", billed) == plain != NO_PREFIX

@@ -57,6 +57,7 @@ def output(name: str) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": name, "output": "done"}
 
 
+REMINDER = {"role": "system", "content": "The file has changed since."}
 SHELL = {"type": "local_shell_call", "call_id": "s", "action": {}}
 SHELL_OUTPUT = {"type": "local_shell_call_output", "call_id": "s", "output": ""}
 
@@ -71,11 +72,13 @@ SHELL_OUTPUT = {"type": "local_shell_call_output", "call_id": "s", "output": ""}
         ("messages", [ASK, used("read"), brought("read")], ["read"]),
         ("messages", [ASK, used("a"), brought("a"), used("b", "c"), brought("b", "c")], ["c", "b"]),
         ("messages", [ASK, used("read"), ASK], None),
+        ("messages", [ASK, used("read"), brought("read"), REMINDER], ["read"]),
         ("responses", [ASK, call("read"), output("read")], ["read"]),
         ("responses", [ASK, call("a"), output("a"), call("b"), output("b")], ["b"]),
         ("responses", [ASK, call("b"), call("a"), *map(output, "ab")], ["a", "b"]),
         ("responses", [ASK, SHELL, SHELL_OUTPUT], ["local_shell_call"]),
         ("responses", [ASK, call("read"), output("read"), ASK], None),
+        ("responses", [ASK, call("a"), output("a"), {**REMINDER, "role": "developer"}], ["a"]),
         ("responses", "Which files?", None),
     ],
 )
