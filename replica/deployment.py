@@ -25,6 +25,7 @@ from sluice.protocol.requests import EngineRequest, Progress, ResponseItem, Resp
 from sluice.protocol.streams import StreamEndpoint
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.engine import ConfigurationError, Engine, EngineInfo
+from sluice.replica.gpus import GpuMonitor
 from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.processes import core_of, has_cuda_vllm, start_fork_server
 from sluice.replica.server import Replica
@@ -211,8 +212,12 @@ class ReplicaServer:
             ],
         )
         self._streams = StreamServer(replica_id, self._ranks.open)
+        # Where Ray runs the workers, they have the GPUs, and this process has none.
+        self._gpus = GpuMonitor(ray.get_runtime_context().get_accelerator_ids()["GPU"], len(made))
         registry.register(
-            ReplicaCollector(self._ranks.replicas, lambda: self._configured.number, role)
+            ReplicaCollector(
+                self._ranks.replicas, lambda: self._configured.number, role, lambda: self._gpus.uses
+            )
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)
         try:
@@ -223,6 +228,7 @@ class ReplicaServer:
             raise
         self._configured.start(context.replica_id.deployment_id)
         self._pusher.start()
+        self._gpus.start()
 
     async def generate(
         self, request: EngineRequest, _target: str | None = None
@@ -277,6 +283,7 @@ class ReplicaServer:
         await self._ranks.drain()
         await self._streams.stop()
         self._configured.stop()
+        self._gpus.stop()
         await self._pusher.stop()
         await self._ranks.stop()
         await self._port.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from math import nan
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from sluice.replica.gpus import GpuUse
 from sluice.scheduling.fleet.state import (
     DRAFT_LENGTHS,
     PLAN_BUCKETS_S,
@@ -139,15 +141,17 @@ _HISTOGRAMS = {
 
 class ReplicaCollector(Collector):
     """The metrics of one replica; counters and histograms are summed over its ranks.
-    ``configured``: min number of replicas of its pool."""
+    ``configured``: min number of replicas of its pool; ``gpus``: of each rank, or none."""
 
     def __init__(
         self,
         ranks: Sequence[Replica],
         configured: Callable[[], int | None],
         role: Role = "mixed",
+        gpus: Callable[[], Sequence[GpuUse]] = tuple,
     ) -> None:
         self._ranks = ranks
+        self._gpus = gpus
         self._configured = configured
         self._role = role
 
@@ -173,6 +177,7 @@ class ReplicaCollector(Collector):
             for each in self._ranks:
                 gauge.add_metric([each.replica_id, self._role], configured)
             yield gauge
+        yield from self._of_gpus(self._gpus())
         try:
             summary = np.array([each.engine.state().summary for each in self._ranks])
         except RuntimeError as error:
@@ -185,6 +190,17 @@ class ReplicaCollector(Collector):
         for name, (counts, total, bounds, documentation) in _HISTOGRAMS.items():
             found, sum_value = summary[counts].sum(axis=0), float(summary[total].sum())
             yield _histogram(name, documentation, bounds, found, sum_value)
+
+    def _of_gpus(self, uses: Sequence[GpuUse]) -> Iterator[Metric]:
+        if not uses:
+            return
+        busy = [nan if each.busy is None else each.busy for each in uses]  # nan is not pushed
+        for name, documentation, values in (
+            ("utilization_ratio", "Share of time in which its GPUs ran a kernel, mean.", busy),
+            ("memory_used_bytes", "Memory in use on its GPUs.", [each.used_bytes for each in uses]),
+            ("memory_bytes", "Memory of its GPUs.", [each.total_bytes for each in uses]),
+        ):
+            yield self._gauge(f"sluice_replica_gpu_{name}", documentation, values)
 
     def _gauge(self, name: str, documentation: str, values: Sequence[float]) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, documentation, labels=["replica"])

@@ -12,6 +12,7 @@ from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.instruments import families, refused_metrics
 from sluice.controller.observability.metrics import controller_age, controller_up
 from sluice.replica.config import EngineConfig, ReplicaConfig
+from sluice.replica.gpus import GpuUse
 from sluice.replica.metrics import ReplicaCollector
 from sluice.replica.server import Replica
 from sluice.replica.simulated.engine import SimulatedEngine
@@ -39,7 +40,8 @@ def catalogue() -> dict[str, Family]:
     engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
     rank = Replica("r", "node", engine, ReplicaConfig(), None)  # type: ignore[arg-type]
     replica = CollectorRegistry(auto_describe=False)
-    replica.register(ReplicaCollector([rank], lambda: 1))
+    gpus = [GpuUse(0.5, 1, 2)]
+    replica.register(ReplicaCollector([rank], lambda: 1, gpus=lambda: gpus))
     page = ControllerMetricsPage(None, None, CollectorRegistry())  # type: ignore[arg-type]
     known: dict[str, Family] = {}
     found = [

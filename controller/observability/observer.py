@@ -90,14 +90,26 @@ def _curve(found: Reliable) -> dict[str, Any]:
     return {"count": found.forecasts, "observed": [round(share, 4) for share in found.shares]}
 
 
-def overview(config: ControllerConfig, detail: Detail) -> dict[str, Any]:
-    """The state of the deciding actor and of its replicas. ``O(replicas)``."""
+_GPU_GAUGES = {
+    "utilization": "sluice_replica_gpu_utilization_ratio",
+    "memory_used_bytes": "sluice_replica_gpu_memory_used_bytes",
+    "memory_bytes": "sluice_replica_gpu_memory_bytes",
+}
+"""What replicas push of their GPUs, by its name in the view for operators."""
+
+
+def overview(
+    config: ControllerConfig, detail: Detail, gpus: Mapping[str, dict[str, float]]
+) -> dict[str, Any]:
+    """The state of the deciding actor and of its replicas; ``gpus`` of those that have some.
+    ``O(replicas)``."""
     return {
         "epoch": detail.epoch,
         "fingerprint": fingerprint_of(config),
         "up_ms": round(detail.up_s * 1000),
         "policy": config.policy,
         "admission": config.admission,
+        "startup_ms": None if detail.figures.startup_s is None else _ms(detail.figures.startup_s),
         "reservations": detail.figures.reservations,
         "reservations_expired": detail.expired,
         "decision_ms": _took_ms(detail.took_s),
@@ -111,6 +123,7 @@ def overview(config: ControllerConfig, detail: Detail) -> dict[str, Any]:
         "pressure": [_pressure(role, each) for role, each in detail.pressure.items()],
         "replicas": [
             _replica(detail, place, name, detail.replicas[name])
+            | ({"gpu": gpus[name]} if name in gpus else {})
             for place, name in enumerate(detail.figures.replicas)
             if name in detail.replicas
         ],
@@ -301,7 +314,7 @@ class Observer:
         except NoAnswerError:
             return None
         return {
-            **overview(self._config, detail),
+            **overview(self._config, detail, self._gpus()),
             "metric_sources": self._hub.sources,
             "recent": self._history.recent(self._hub, self._clock()),
         }
@@ -318,6 +331,14 @@ class Observer:
             return None
         records = [pickle.loads(each) for each in latest.pickled]
         return list(self._log.explained(records, latest.now_s))
+
+    def _gpus(self) -> dict[str, dict[str, float]]:
+        """The use of the GPUs of each replica that has some."""
+        found: dict[str, dict[str, float]] = {}
+        for field, family in _GPU_GAUGES.items():
+            for _, labels, value in self._hub.series(family):
+                found.setdefault(dict(labels).get("replica", ""), {})[field] = value
+        return found
 
     def _touch(self) -> float:
         """Note that a process called. Returns the time, monotonic seconds."""

@@ -14,7 +14,7 @@ import uvicorn
 
 from sluice.controller.config import ControllerConfig
 from sluice.deploy.ray_start import free_port
-from sluice.protocol.messages import FaultNotice, RequestEnding
+from sluice.protocol.messages import FaultNotice, MetricSample, MetricsPush, RequestEnding
 from sluice.router.admin.api import AdminService
 from sluice.router.config import RouterConfig
 from sluice.router.metrics.instruments import Outcome, RequestFigures
@@ -48,11 +48,13 @@ PATIENT = ControllerConfig(stale_after_s=6_000)
 class Site:
     """A router over HTTP with a fleet that has some past."""
 
-    def __init__(self, models: int = 1, past: bool = True) -> None:
+    def __init__(
+        self, models: int = 1, past: bool = True, config: ControllerConfig = PATIENT
+    ) -> None:
         self._past = past
         self.ahead_s = -float(SPAN_S)
         self.controllers = {
-            f"model-{index}": LocalController(lambda: time.monotonic() + self.ahead_s, PATIENT)
+            f"model-{index}": LocalController(lambda: time.monotonic() + self.ahead_s, config)
             for index in range(models)
         }
         self.local = self.controllers["model-0"]
@@ -322,6 +324,16 @@ def test_without_data_the_page_says_so(chromium: Browser) -> None:
         check_whole(tab, site)
 
 
+def test_a_model_without_replicas_at_rest_is_not_a_fault(chromium: Browser) -> None:
+    config = ControllerConfig(stale_after_s=6_000, startup_s=40)
+    with Site(past=False, config=config) as site, chromium.tab() as tab:
+        opened(tab, site)
+        assert tab.text("#verdict") == "Idle:"
+        assert "a request starts one, in about 40 s" in tab.text("#sentence").replace("\u00a0", " ")
+        assert tab.eval("document.querySelector('#verdict').className") == "good"
+        check_whole(tab, site)
+
+
 async def _promise(local: LocalController, number: int, kept: bool) -> None:
     """A request is promised, and ends after as long as it takes."""
     name = f"{number:032x}"
@@ -427,6 +439,7 @@ def test_many_replicas_are_a_table_with_the_worst_first(
             "[...document.querySelectorAll('#many > tbody > tr > th')].map(cell => cell.innerText)"
         )
         tab.until(f"{names}.length === 16")
+        assert "GPU" not in tab.text("#many")
         budget = "'#many > tbody > tr > td:nth-child(3)'"
         budgets = tab.eval(
             f"[...document.querySelectorAll({budget})].map(c => parseInt(c.innerText))"
@@ -456,6 +469,33 @@ def test_many_replicas_are_a_table_with_the_worst_first(
             "document.querySelector('#filter').dispatchEvent(new Event('input')), 0"
         )
         assert tab.eval(names) == ["replica-61", "replica-07"]
+        check_whole(tab, site)
+
+
+def test_gpus_are_shown_where_there_are_some(chromium: Browser) -> None:
+    with Site(past=False) as site, chromium.tab() as tab:
+        controller = site.local.controller
+        for name in "ab":
+            site.do(controller.hello(hello(name)))
+        opened(tab, site)
+        tab.until("document.querySelector('[data-replica=b]') !== null")
+        assert "GPU" not in tab.text("#replicas")
+        labels = (("replica", "b"),)
+        values = {
+            "sluice_replica_gpu_utilization_ratio": 0.75,
+            "sluice_replica_gpu_memory_used_bytes": 60.0 * 2**30,
+            "sluice_replica_gpu_memory_bytes": 80.0 * 2**30,
+        }
+        samples = [MetricSample(n, "gauge", "", n, labels, value) for n, value in values.items()]
+        site.do(controller.observer.push_metrics(MetricsPush("b", 1, 1, tuple(samples))))
+        tab.until(f"({POLL}, document.querySelector('[data-replica=b]').innerText.includes('GPU'))")
+        assert "75.0 % · 60.0 of 80.0 GiB" in tab.text("[data-replica=b]").replace("\u00a0", " ")
+        assert "GPU" not in tab.text("[data-replica=a]")
+        for number in range(8):
+            site.do(controller.hello(hello(f"another-{number}")))
+        tab.until(f"({POLL}, document.querySelectorAll('#many tbody').length === 10)")
+        assert "75.0 %" in tab.text("[data-row=b]").replace("\u00a0", " ")
+        assert tab.eval("document.querySelector('#many th.gpu').offsetParent !== null")
         check_whole(tab, site)
 
 

@@ -48,13 +48,17 @@ function busiest(up) {
 }
 
 /** Whether a model is well: how bad it is, in a word, and why. */
-function verdict([model, { pressure, admission, calibration }], fleet) {
+function verdict([model, { pressure, admission, calibration, startup_ms: startup }], fleet) {
   const classes = fleet.classes.filter((row) => row.model === model);
   const replicas = fleet.replicas.filter((row) => row.model === model);
   if (replicas.length && !replicas.some((row) => row.condition === "fresh")) {
     return [5, "Down", "no replica is ready, and nothing can be promised."];
   }
-  if (!replicas.length) return [3, "Waiting", "no replica has reported."];
+  if (!replicas.length) {
+    return startup === null
+      ? [3, "Waiting", "no replica has reported."]
+      : [0, "Idle", `no replica runs; a request starts one, in about ${ms(startup)}.`];
+  }
   const asking = classes.filter((row) => row.stated);
   const asked = sum(asking, (row) => row.asked);
   const lacking = asked - sum(asking, (row) => row.admission.guaranteed);

@@ -41,6 +41,7 @@ export function showReplicas(replicas, promises, manyModels, change) {
   by("replicas").hidden = many;
   for (const id of ["many", "choose"]) by(id).hidden = !many;
   if (many) {
+    by("many").classList.toggle("no-gpu", !shown.some((replica) => replica.gpu));
     by("replicas").replaceChildren();
     showRows(true);
   } else {
@@ -57,6 +58,7 @@ function place(parent, nodes) {
 }
 
 const kept = ({ promises }) => (promises ? ratio(promises.kept, promises.promised) : null);
+const busy = ({ gpu }) => gpu?.utilization ?? null;
 const budget = ({ pab_tokens: tokens }) => tokens ?? Infinity;
 const WORST = Object.fromEntries(["gone", "quarantined", "stale", "aged", "draining", "fresh"].map((name, index) => [name, index]));
 
@@ -68,12 +70,15 @@ const COLUMNS = [
   ["Waiting", (replica) => count(replica.waiting), (a, b) => b.waiting - a.waiting, true],
   ["Running", (replica) => count(replica.running), (a, b) => b.running - a.running, false],
   ["KV in use", (replica) => share(replica.kv_usage), (a, b) => b.kv_usage - a.kv_usage, true],
+  ["GPU busy", (replica) => share(busy(replica)), (a, b) => busy(b) - busy(a) || 0, false],
   ["Prompts ahead", (replica) => ms(replica.prefill_ms), (a, b) => b.prefill_ms - a.prefill_ms, false],
   ["Step", (replica) => (replica.steps ? ms(replica.last_step_ms) : NONE), (a, b) => b.last_step_ms - a.last_step_ms, false],
   ["Promises kept", (replica) => make(`span${replica.promises ? tone(kept(replica), replica.promises.level) : ""}`, {}, share(kept(replica))), (a, b) => (kept(a) ?? 2) - (kept(b) ?? 2), false],
 ];
 
 const RISING = ["Replica", "Budget (PAB)", "Promises kept"]; // of which the least is the worst
+
+const kind = (name, narrow) => (narrow ? "" : ".wide") + (name === "GPU busy" ? ".gpu" : "");
 
 /** By state, then by the promises that it missed, its budget and its queue. */
 function worse(a, b) {
@@ -116,7 +121,7 @@ function showRows(hold = false) {
 by("many").tHead.rows[0].append(
   ...COLUMNS.map(([name, , , narrow], column) => {
     const button = make("button", { type: "button" }, name);
-    const head = make(narrow ? "th" : "th.wide", { scope: "col" }, button);
+    const head = make(`th${kind(name, narrow)}`, { scope: "col" }, button);
     button.addEventListener("click", () => {
       sorted = { column, worstFirst: sorted.column !== column || !sorted.worstFirst };
       for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
@@ -137,7 +142,7 @@ by("all").addEventListener("click", () => {
 function newRow(id) {
   const { node: card } = cards.get(id);
   const button = make("button.mono", { type: "button", "aria-expanded": "false" }, id);
-  const cells = COLUMNS.slice(1).map(([, , , narrow]) => make(narrow ? "td" : "td.wide"));
+  const cells = COLUMNS.slice(1).map(([name, , , narrow]) => make(`td${kind(name, narrow)}`));
   const row = make("tr", {}, make("th", { scope: "row" }, button), ...cells);
   const below = make("tr", {}, make("td.card", { colspan: COLUMNS.length }));
   const node = make("tbody", { "data-row": id }, row);
@@ -286,6 +291,8 @@ function queue(replica) {
   return make("table.queue", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...shown));
 }
 
+const gib = (bytes) => (bytes / 2 ** 30).toFixed(1);
+
 function facts(replica) {
   const entries = [
     ["On the way", count(replica.reserved)],
@@ -293,6 +300,10 @@ function facts(replica) {
     ["Prefill budget (PAB)", replica.pab_tokens === null ? "no limit" : `${count(replica.pab_tokens)} tokens`],
     ["Step, real and predicted", replica.steps ? `${ms(replica.last_step_ms)} · ${ms(replica.predicted_step_ms)}` : NONE],
   ];
+  if (replica.gpu) {
+    const { memory_used_bytes: used, memory_bytes: total } = replica.gpu;
+    entries.push(["GPU: busy, memory", `${share(busy(replica))} · ${gib(used)} of ${gib(total)}\u00a0GiB`]);
+  }
   if (replica.promises?.promised) {
     const { promises } = replica;
     entries.push(["Promises kept", `${share(kept(replica))} of ${count(promises.promised)}`]);
