@@ -31,6 +31,7 @@ from sluice.deploy.config import (
     check_installed,
     check_model,
     engine_faults,
+    has_odd_names,
 )
 from sluice.deploy.ray_start import apply, start_ray
 from sluice.replica.engine import ConfigurationError
@@ -204,6 +205,9 @@ def check(config: SluiceConfig) -> None:
     except ValueError as error:
         raise StartError(str(error)) from None
     _check_keys(config)
+    # Replicas say what vLLM refuses, but not before Ray runs.
+    if has_odd_names(config) and (faults := engine_faults(config)):
+        raise StartError("\n".join(faults))
 
 
 def start_ray_for(

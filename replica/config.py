@@ -417,7 +417,7 @@ class ReplicaConfig(BaseModel):
         le=1,
         description="Min time between two reports to the controller, seconds; a replica without "
         "news reports after 20 times this, one whose requests only have further tokens after 4 "
-        "times.",
+        "times. Below a fortieth of `controller.stale_after_s`.",
     )
     hung_after_s: float = Field(
         default=5.0,

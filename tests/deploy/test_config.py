@@ -284,6 +284,15 @@ def test_roles_and_replicas_from_zero_have_one_cell() -> None:
     assert parse_config(with_pools(mixed={}) | cells).controller.cells == 2
 
 
+def test_replicas_report_before_they_count_as_silent() -> None:
+    slow: dict[str, Any] = {"replica": {"report_interval_s": 0.2}}
+    with pytest.raises(ValueError, match=r"every 4 s .*stale_after_s must be above 8"):
+        parse_config(slow)
+    with pytest.raises(ValueError, match="stale_after_s must be above 1"):
+        parse_config({"controller": {"stale_after_s": 1}})
+    assert parse_config(slow | {"controller": {"stale_after_s": 9}}).replica.heartbeat_s == 4
+
+
 def test_elastic_replicas_are_one_pool_whose_engines_send_and_receive_kv() -> None:
     elastic = {"elastic": True, "count": 3}
     ((pool,),) = [fleet.pools for fleet in parse_config({"replica": elastic}).fleets]

@@ -16,9 +16,11 @@ import yaml
 from click.testing import CliRunner
 
 from sluice.deploy.cli import main
-from sluice.deploy.config import check_model, engine_faults, parse_config
+from sluice.deploy.config import check_model, engine_faults, has_odd_names, parse_config
 from sluice.deploy.ray_start import free_port
+from sluice.deploy.supervisor import Supervised
 from sluice.replica.config import EngineConfig
+from sluice.replica.vllm_args import instead_of
 
 SHORT = """
 _:
@@ -144,6 +146,32 @@ def test_a_secret_beside_a_misspelt_name_is_not_shown(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "did you mean hf-token" in result.output
     assert "hf_secret" not in result.output
+
+
+@pytest.mark.vllm
+def test_a_misspelt_flag_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Supervised, "__init__", lambda *_: pytest.fail("it starts"))
+    flags = ["--port", str(free_port()), "--max-model-length", "4096", "--seed", "0"]
+    result = CliRunner().invoke(main, ["serve", *flags])
+    assert result.exit_code == 1
+    assert "max-model-length is no option; did you mean max-model-len" in result.output
+
+
+@pytest.mark.vllm
+def test_the_sources_of_vllms_parser_name_all_of_its_flags() -> None:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from sluice.replica.vllm.contract import located
+    from sluice.replica.vllm.support import ARGUMENTS
+
+    cli = located(ARGUMENTS)
+    parser = cli.make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))
+    names = {each[2:] for each in parser._option_string_actions if each.startswith("--")}
+    settable = {name for name in names if instead_of(name) is None and not name.startswith("no-")}
+    assert len(settable) > 100
+    known = parse_config({"engine": {"vllm_args": dict.fromkeys(settable - {"model"}, 1)}})
+    assert not has_odd_names(known)
+    assert has_odd_names(parse_config({"engine": {"vllm_args": {"max-model-length": 1}}}))
 
 
 @pytest.mark.vllm

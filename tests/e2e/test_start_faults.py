@@ -46,8 +46,8 @@ PARTS = {
 RAY_PARTS = [part for part in PARTS if part not in ("dry run", "young agent")]
 
 
-RESTARTED = ("controller", "observer")
-"""Ray starts these again at once."""
+RESTARTED = ("controller", "observer", "router")
+"""Started again: by Ray, at once, or by Serve, where the start had just got its answer."""
 
 
 class Start:
@@ -113,13 +113,19 @@ class Start:
 
         wait_until(ended, "it ends, or serves", 3 * END_S, lambda: self.err)
         if part in RESTARTED and self.process.poll() is None:
-            assert httpx.get(f"{self.url}/health", timeout=60).status_code == 200
+            wait_until(self.answers, "it serves on", 60, lambda: self.err)
             self.process.terminate()
             assert self.wait_end() == Exit.OK
             return
         assert self.wait_end() == Exit.FAILED
         assert self.err.splitlines()[-1].startswith("Error: "), self.err
         assert "Traceback" not in self.err.rpartition("Error: ")[2]
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
+        except httpx.TransportError:
+            return False
 
     def end_by_signal(self, part: str, moment: str, number: signal.Signals) -> None:
         self.wait_for(moment)
@@ -228,10 +234,10 @@ IDLE = "replica: {autoscaling: {min_replicas: 0, max_replicas: 1}}\n"
 @pytest.mark.parametrize("replica", ["", IDLE])
 def test_nothing_is_ready_before_vllm_has_been_asked(tmp_path: Path, replica: str) -> None:
     config = tmp_path / "sluice.yaml"
-    config.write_text(f"engine: {{vllm_args: {{max-model-leng: 512}}}}\n{replica}")
+    config.write_text(f"engine: {{vllm_args: {{max-model-len: much}}}}\n{replica}")
     with start(tmp_path, "--config", str(config)) as it:
         assert it.process.wait(timeout=300) == Exit.FAILED
-        assert "max-model-leng is no option" in it.err
+        assert "refuses them" in it.err and "max-model-len" in it.err
         assert "Ctrl-C stops" not in it.err
         asked = "replica: check the arguments" if not replica else "vLLM: asked for its arguments"
         assert f"  {asked}" in it.err
