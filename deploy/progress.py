@@ -4,7 +4,9 @@ that is full when the last start was, elsewhere a line for each phase."""
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -26,8 +28,10 @@ class Progress:
         self._console = Console(stderr=True)
         self._replaces = self._console.file.isatty() and not self._console.is_dumb_terminal
         self._models = ", ".join(fleet.model for fleet in config.fleets)
-        cache = config.fleets[0].pools[0].engine.cache_dir.expanduser()
-        self._note = cache / "last_start.json"
+        self._note = Path(os.devnull)
+        with suppress(RuntimeError):  # there is no home
+            cache = config.fleets[0].pools[0].engine.cache_dir.expanduser()
+            self._note = cache / "last_start.json"
         self._last_s: float | None = None
         with suppress(OSError, ValueError, LookupError, TypeError):
             models, seconds = json.loads(self._note.read_text())

@@ -51,6 +51,9 @@ _END_S = 20.0
 _REASON_OF_START_S = 3.0
 """How long the driver may take to say why a part has ended while Ray starts, seconds."""
 
+_KEPT_BYTES = 4 << 20
+"""Of each log of a start that failed."""
+
 _TRIES = 5
 """How often all is started where Ray is too slow."""
 
@@ -142,7 +145,8 @@ class Supervised:
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             target.mkdir(mode=0o700)
-            shutil.copytree(logs, target / "logs", symlinks=True)  # with the modes of all in it
+            # With the modes of all in it.
+            shutil.copytree(logs, target / "logs", symlinks=True, copy_function=_copy_end)
             kept = target / "logs"
             for pid in self._phases.failed_in():
                 kept = next(iter(kept.glob(f"worker-*-{pid}.err")), kept)
@@ -230,7 +234,8 @@ class Supervised:
                 return
             if message is not None and message.event == "report":
                 self._progress.line(message.text)
-            if not self._driver.is_alive():
+            # The driver would wait for an answer of a dead control store.
+            if not self._driver.is_alive() or _VITAL[0] in self._ended():
                 return
 
     def end(self) -> None:
@@ -294,12 +299,18 @@ def _compile_ahead(config: SluiceConfig) -> None:
     end_with_parent()
     os.setpgid(0, 0)  # Ctrl-C on the terminal is for the supervisor
     from sluice.replica.scheduler import row_counts
-    from sluice.scheduling.batching.warm_up import warm_up
 
     for engine in (pool.engine for fleet in config.fleets for pool in fleet.pools):
         if engine.kind == "vllm":
-            warm_up(engine.policy, engine.policy_options)
-            row_counts.compile_now()
+            row_counts.compile_now(engine.policy, engine.policy_options)
+
+
+def _copy_end(source: str, target: str) -> None:
+    """Copy a log, of a long one the end."""
+    with open(source, "rb") as log, open(target, "wb") as copy:  # noqa: PTH123
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _KEPT_BYTES))
+        copy.write(log.read(_KEPT_BYTES))
+    shutil.copystat(source, target)
 
 
 def _receive(driver: Connection, messages: queue.SimpleQueue[_Message]) -> None:

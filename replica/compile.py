@@ -10,7 +10,6 @@ from functools import partial
 from sluice.controller.transport import checks
 from sluice.replica.scheduler import row_counts
 from sluice.scheduling import admission, batching, routing
-from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.placement.warm_up import warm_up_placement
 from sluice.simulation import rows
 
@@ -26,9 +25,8 @@ def _placements() -> None:
 
 def _batches() -> None:
     for name in batching.POLICIES.own:
-        warm_up(name)
+        row_counts.compile_now(name)
     rows.compile_now()
-    row_counts.compile_now()
 
 
 def main() -> None:

@@ -6,10 +6,13 @@ hundred rows numpy's calls would take longer than its loops, with cold caches mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, isnan
+from typing import Any
 
 import numpy as np
 
+from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.request.kernels import (
     COMPUTED,
     EMITTED,
@@ -116,8 +119,10 @@ def emit(table: Floats, places: Ints, now_s: float) -> None:
             table[place, FIRST_TOKEN] = now_s
 
 
-def compile_now() -> None:
-    """Compile the loops, or load them."""
+def compile_now(policy: str, options: Mapping[str, Any] | None = None) -> None:
+    """Compile the loops of an engine's plans under this policy, or load them. Raises ValueError as
+    ``make_policy``."""
+    warm_up(policy, options)
     table, counts, places = np.empty((0, FIELDS)), np.empty((0, COUNTS), np.int64), np.empty(0)
     queue_rows(table, places, counts, counts, (1, 1), 0.0)
     changed_rows(table, counts, places.astype(np.int64), 1)

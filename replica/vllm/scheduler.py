@@ -53,7 +53,6 @@ from sluice.replica.vllm.support import (
     second_queue_name,
 )
 from sluice.scheduling.batching import BatchBudget, BatchPlan
-from sluice.scheduling.batching.warm_up import warm_up
 from sluice.scheduling.request.kernels import RUNNING
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
@@ -81,8 +80,7 @@ class PlanMixin(_Base):
         super().__init__(*args, **kwargs)
         settings = _settings(self.vllm_config)
         with phase("engine: policy"):
-            warm_up(settings.policy, settings.policy_options)
-            row_counts.compile_now()
+            row_counts.compile_now(settings.policy, settings.policy_options)
         log = RecordLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         make = settings.make_policy

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import os
 import pty
+import pwd
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from sluice.deploy.config import SluiceConfig, parse_config
 from sluice.deploy.progress import Progress
-from sluice.telemetry.phases import Ended
+from sluice.deploy.supervisor import Supervised
+from sluice.telemetry.phases import Ended, Phases
 
 LOAD = Ended("engine: load the model", "", 9.0, 2.5)
 
@@ -110,3 +113,35 @@ def test_a_damaged_note_of_the_last_start_is_none(
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     start(Progress(config(tmp_path / "file" / "cache")), 1.0)
+
+
+def test_without_a_home_there_is_no_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(_: int) -> NoReturn:
+        raise KeyError
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    start(Progress(config(Path("~/cache"))), 1.0)
+    assert capsys.readouterr().err.endswith("started in 1 s\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_long_log_of_a_failed_start_the_end_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "long.err").write_bytes(b"x" * (5 << 20) + b"why")
+    (logs / "short.err").write_text("short")
+    supervised = Supervised.__new__(Supervised)
+    supervised._local_dir = tmp_path
+    supervised._phases = Phases(tmp_path / "phases", 0.0)
+    kept = supervised._keep_logs()
+    assert kept is not None
+    end = (kept / "long.err").read_bytes()
+    assert len(end) == 4 << 20 and end.endswith(b"xwhy")
+    assert (kept / "short.err").read_text() == "short"

@@ -14,6 +14,7 @@ import pytest
 from sluice.deploy.commands.options import Exit
 from tests.e2e.conftest import wait_until
 from tests.e2e.test_start_faults import Start, start
+from tests.processes import name_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray]
 
@@ -114,6 +115,15 @@ def test_running_streams_end_and_new_requests_are_refused(tmp_path: Path) -> Non
         stream.expect_whole()
         assert it.wait_end() == Exit.OK
         assert it.err.partition("Ctrl-C stops\n")[2] == "sluice: stopping\n"
+
+
+@pytest.mark.release
+def test_the_end_does_not_wait_for_a_dead_control_store(tmp_path: Path) -> None:
+    with serving(tmp_path, 60) as (it, _, _):
+        store = next(each for each in it.left() if name_of(each) == "gcs_server")
+        it.process.send_signal(signal.SIGTERM)
+        store.kill()
+        assert it.wait_end() in (Exit.OK, Exit.FAILED)
 
 
 @pytest.mark.release
