@@ -35,6 +35,11 @@ def phase(name: str) -> Iterator[None]:
         logger.info("%s, %.1f s", " ".join([name, *how]), ended_s - begun_s)
 
 
+def phase_detail(name: str, text: str) -> None:
+    """Say how far a phase of this process is that has begun."""
+    _append(os.environ.get(FILE_VARIABLE), name, None, None, text)
+
+
 def _append(path: str | None, *fact: Any) -> None:
     if path is not None:
         with suppress(OSError), open(path, "a") as file:  # noqa: PTH123
@@ -61,7 +66,7 @@ class Phases:
         path.touch(mode=0o600)
         self._file = path.open()
         self._zero_s = zero_s
-        self._open: dict[tuple[int, str], None] = {}
+        self._open: dict[tuple[int, str], str] = {}
         self._failed: dict[str, int] = {}
 
     def news(self) -> list[Ended]:
@@ -71,7 +76,8 @@ class Phases:
         for line in self._file:
             pid, name, begun_s, ended_s, *how = json.loads(line)
             if ended_s is None:
-                self._open[pid, name] = None
+                if begun_s is not None or (pid, name) in self._open:
+                    self._open[pid, name] = "".join(f" {word}" for word in how)
                 continue
             self._open.pop((pid, name), None)
             if how:
@@ -81,8 +87,9 @@ class Phases:
         return found
 
     def running(self) -> str:
-        """The names of the phases that have not ended, the last to begin first."""
-        return "; ".join(dict.fromkeys(name for _, name in reversed(self._open)))
+        """The phases that have not ended, and how far they are, the last to begin first."""
+        found = reversed(self._open.items())
+        return "; ".join(dict.fromkeys(f"{name}{detail}" for (_, name), detail in found))
 
     def unfinished(self) -> str:
         """The names of the phases that have failed, or else of those that have not ended."""

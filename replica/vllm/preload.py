@@ -15,6 +15,7 @@ with phase("import vLLM"):
     import sluice.replica.grammar.check
     import sluice.replica.vllm.scheduler
     import sluice.replica.vllm.setup  # noqa: F401
+    from sluice.replica.vllm.download import in_phase
     from sluice.scheduling.request.kernels import load_numba
 
     load_numba()
@@ -26,7 +27,7 @@ for method, name in {
 }.items():
     setattr(Executor, method, phase(f"engine: {name}")(getattr(Executor, method)))
 # vLLM gets weights with it; a folder of weights is not downloaded.
-setattr(HfApi, _DOWNLOAD, phase("engine: download")(getattr(HfApi, _DOWNLOAD)))
+setattr(HfApi, _DOWNLOAD, in_phase(getattr(HfApi, _DOWNLOAD)))
 # A collection in a fork would write to each object, and so copy the memory that they share.
 gc.collect()
 gc.freeze()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.phases import FILE_VARIABLE, Phases, phase
+from sluice.telemetry.phases import FILE_VARIABLE, Phases, phase, phase_detail
 
 
 def words(line: str) -> str:
@@ -26,8 +26,11 @@ def test_phases_of_all_processes_are_shown_once_as_they_end(
         subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
         assert [words(str(ended)) for ended in found.news()] == ["other"]
         assert (found.unfinished(), found.running()) == ("outer", "outer")
+        phase_detail("outer", "1 of 2")
+        assert (found.news(), found.running(), found.unfinished()) == ([], "outer 1 of 2", "outer")
     assert [words(str(ended)) for ended in found.news()] == ["outer"]
-    assert (found.news(), found.unfinished()) == ([], "")
+    phase_detail("outer", "2 of 2")  # of a thread that was late
+    assert (found.news(), found.running(), found.unfinished()) == ([], "", "")
     found.close()
 
 
