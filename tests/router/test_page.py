@@ -334,6 +334,15 @@ def test_a_model_without_replicas_at_rest_is_not_a_fault(chromium: Browser) -> N
         check_whole(tab, site)
 
 
+def test_a_fleet_whose_first_requests_run_is_not_idle(chromium: Browser) -> None:
+    with Site(past=False) as site, chromium.tab() as tab:
+        site.do(site.local.controller.hello(hello("a", [decode_row(1, 300)])))
+        opened(tab, site)
+        assert tab.text("#verdict") == "Well:"
+        assert "no request has ended yet; 1 run or wait" in tab.text("#sentence")
+        check_whole(tab, site)
+
+
 async def _promise(local: LocalController, number: int, kept: bool) -> None:
     """A request is promised, and ends after as long as it takes."""
     name = f"{number:032x}"

@@ -45,7 +45,12 @@ export function count(value) {
   return String(Math.round(value));
 }
 
-export const rate = (value) => (value === null ? NONE : `${value > 0 && value < 10 ? value.toFixed(1) : count(value)}/s`);
+export function rate(value) {
+  if (value === null) return NONE;
+  if (value > 0 && value < 0.1) return `${(60 * value).toFixed(1)}/min`;
+  return `${value > 0 && value < 10 ? value.toFixed(1) : count(value)}/s`;
+}
+
 /** The colour of a share of which as much as `target` is wanted. */
 export const tone = (value, target) => (value === null ? "" : value >= target ? ".good" : value >= 0.9 ? ".warn" : ".bad");
 export const ratio = (part, whole) => (whole ? part / whole : null);

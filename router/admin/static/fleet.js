@@ -82,7 +82,12 @@ function verdict([model, { pressure, admission, calibration, startup_ms: startup
   if (missed >= FEW && missed > (1 - level) * stated(classes)) {
     return [2, "Objectives are missed", `by ${count(missed)} of ${count(stated(classes))} requests.`];
   }
-  if (!sum(classes, (row) => row.asked)) return [0, "Idle", "no request has ended in the last minutes."];
+  if (!sum(classes, (row) => row.asked)) {
+    const live = sum(replicas, (row) => row.waiting + row.running + row.reserved);
+    return live
+      ? [1, "Well", `no request has ended yet; ${count(live)} run or wait.`]
+      : [0, "Idle", "no request has ended in the last minutes."];
+  }
   return [1, "Well", asked && admission !== "none" ? "nearly every request is promised, and promises are kept." : "requests are served as they come."];
 }
 
