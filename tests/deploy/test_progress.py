@@ -4,6 +4,7 @@ import os
 import pty
 import pwd
 import re
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
 
         def read() -> str:
             file.flush()
-            return os.read(ours, 1 << 16).decode()
+            shown = b""
+            while select.select([ours], [], [], 0.2)[0]:  # it comes in parts
+                shown += os.read(ours, 1 << 16)
+            return shown.decode()
 
         yield read
     os.close(ours)
