@@ -211,9 +211,8 @@ class CallReader:
         body = check_body(endpoint, body, self._fetch_media)
         known = self._sessions
         # Most requests name no session, and no agent calls without tools.
-        if body.get("tools") or not (
-            known.headers.isdisjoint(sent) and known.fields.isdisjoint(body)
-        ):
+        names_none = known.headers.isdisjoint(sent) and known.fields.isdisjoint(body)
+        if not names_none or body.get("tools") or loop is not None:
             turn, session = known.read(endpoint, body, headers, client.owner)
         if expected_tokens:
             turn = (turn or Turn())._replace(expected_tokens=expected_tokens)

@@ -48,6 +48,7 @@ SESSION_HEADERS: Final = (
     SessionName("x-gateway-inference-fairness-id", shared=True),
 )
 SESSION_FIELDS: Final = (
+    SessionName(f"{wire.SLO_FIELD}.{wire.LOOP}.id"),
     SessionName("metadata.user_id", shared=True),  # Anthropic's; of Claude Code with the session
     SessionName("prompt_cache_key", shared=True),  # OpenAI's: requests with alike prompts
     SessionName("safety_identifier", shared=True),  # OpenAI's: a person
@@ -76,13 +77,14 @@ class Recognised(NamedTuple):
 
 class SessionReader:
     """Recognises sessions; ``headers`` of the configuration name conversations and go first after
-    Sluice's own. A request with none of ``headers`` and ``fields`` names no session."""
+    Sluice's own. A request with none of ``headers`` and ``fields``, and no ``slo.loop``, names no
+    session."""
 
     def __init__(self, headers: Iterable[str] = ()) -> None:
         own, *others = SESSION_HEADERS
         self._names = (own, *map(SessionName, headers), *others)
         self.headers = frozenset(each.name.encode() for each in self._names)
-        self.fields = frozenset(each.name.partition(".")[0] for each in SESSION_FIELDS)
+        self.fields = frozenset(each.name.partition(".")[0] for each in SESSION_FIELDS[1:])
 
     def read(
         self,
@@ -149,14 +151,13 @@ def _header(name: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
 
 
 def _field(name: str, body: Mapping[str, Any]) -> str:
-    outer, _, inner = name.partition(".")
-    value = body.get(outer)
-    if inner:
-        value = value.get(inner) if isinstance(value, dict) else None
+    value: Any = body
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise invalid(f"{name} must be a string, got {shown(value)}", outer)
+        raise invalid(f"{name} must be a string, got {shown(value)}", name.partition(".")[0])
     return value
 
 

@@ -324,6 +324,18 @@ async def test_two_routers_know_the_same_session_and_say_so() -> None:
     assert answers[0] == answers[1]
 
 
+async def test_a_stated_loop_is_the_conversation_unless_a_header_names_it() -> None:
+    edge = edge_of(guaranteed())
+    slo = {"class": "standard", "loop": {"id": "fix-42", "deadline_ms": 60_000}}
+    await post(edge, slo=slo)
+    request: EngineRequest = edge.side.calls[0][1]
+    assert request.turn is not None
+    assert request.turn.session == request.turn.program == edge.controller.queries[0].session > 0
+    body = {"slo": slo, "user": "bob"}
+    assert recognised(body).header.startswith("slo.loop.id=")
+    assert recognised(body, ("session-id", "s")) == recognised({}, ("session-id", "s"))
+
+
 async def test_a_plain_request_has_no_session() -> None:
     edge = edge_of(guaranteed())
     response = await post(edge)
