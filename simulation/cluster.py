@@ -45,6 +45,7 @@ from sluice.simulation.mirror import (
     late,
     observed,
 )
+from sluice.simulation.program_queue import ProgramQueue
 from sluice.simulation.replica import Events, Incident, Replicas, VirtualReplica
 from sluice.simulation.requests import Requests, Retry
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
@@ -413,6 +414,7 @@ class Cluster:
         # Requests that arrive at a known time, in order; and how many each other one waits for.
         self._timed = iter([key for key, arrival in arrivals if not arrival.after])
         self._awaited = {key: len(each.after) for key, each in enumerate(requests.arrivals)}
+        self._programs = ProgramQueue(config.in_flight) if config.in_flight else None
         self.replicas = Replicas(
             config, make_engine, self.events, self._mirror, rng, self._finished, self._noticed
         )
@@ -454,14 +456,26 @@ class Cluster:
 
     def _arrive(self, key: int) -> None:
         self._await_next()
-        self._requests.predict(key)
-        self._place(key)
+        self._enter(key)
 
     def _arrive_after(self, key: int) -> None:
         """A turn arrives after those that it waited for."""
         self._requests.arrived_at(key, self.events.now_s)
+        self._enter(key)
+
+    def _enter(self, key: int) -> None:
         self._requests.predict(key)
-        self._place(key)
+        if self._programs is None:
+            self._place(key)
+            return
+        turn = self._requests.arrivals[key].turn
+        self._programs.join(key, 0 if turn is None else turn.program, self.events.now_s)
+        self._place_next(self._programs)
+
+    def _place_next(self, programs: ProgramQueue) -> None:
+        """Place what may leave the router's queue."""
+        while (key := programs.next(self.events.now_s)) is not None:
+            self._place(key)
 
     def _follow(self, key: int) -> None:
         """A request that a turn waits for has ended; the turn ends, too, if one of them failed."""
@@ -613,6 +627,11 @@ class Cluster:
         self.ended += 1
         for later in self._requests.followers.get(key, ()):
             self._follow(later)
+        if self._programs is not None:
+            arrival = self._requests.arrivals[key]
+            tokens = arrival.prompt_tokens, arrival.output_tokens
+            self._programs.ended(key, *tokens, self.events.now_s)
+            self._place_next(self._programs)
 
     # From prefill to decode.
 

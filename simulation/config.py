@@ -99,6 +99,9 @@ class ClusterConfig(_Config):
     """Most times that a request is placed, also after its output has begun."""
     edge_wait_s: Interval = 5.0
     """Longest wait while there is no replica at all."""
+    in_flight: Annotated[int, Field(ge=0)] = 0
+    """Most requests in flight, while others wait in the router by llm-d's rule
+    (``program_queue``); 0: none waits there."""
     transfer_s: Seconds = 0.001
     """Fixed time of a KV transfer between P/D replicas."""
     transfer_tokens_per_s: Interval = 200_000.0

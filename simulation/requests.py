@@ -103,7 +103,12 @@ class Requests:
         self.times: Floats = np.full(int(self.offsets[-1]) + 1, nan)
         self.emitted_s: Floats = self.times[:-1]
         rows = [
-            row_of(slo, a.arrival_s, a.prompt_tokens, tenant=a.tenant, weight=a.weight)
+            row_of(
+                *(slo, a.arrival_s, a.prompt_tokens),
+                tenant=a.tenant,
+                weight=a.weight,
+                program=0 if a.turn is None else a.turn.program,
+            )
             for slo, a in zip(self.slos, self.arrivals, strict=True)
         ]
         self.rows: Floats = np.array(rows).reshape(len(rows), FIELDS)

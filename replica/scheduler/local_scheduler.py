@@ -208,6 +208,7 @@ class TrackedRequest:
             args.best_effort,
             args.tenant,
             args.weight,
+            args.turn.program if args.turn else 0,
         )
         row[PROMISED] = args.promised
         return row

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil, inf, isnan
 from typing import ClassVar
 
@@ -31,6 +31,7 @@ from sluice.scheduling.request.kernels import (
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
+    PROGRAM,
     PROMISED,
     PROMPT,
     RUNNING,
@@ -47,6 +48,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
+from sluice.scheduling.tenancy.attained import OWN, SHARED, Attained
 
 
 class EarnedTime:
@@ -293,6 +295,7 @@ class BestEffort:
         order = np.concatenate((promised, lane, yielding))
         batch = BatchBuilder(queue, free, latency, Tiers(order, count), lengths)
         # From here on, rows are numbered in the builder's order.
+        attained_s = None if queue.attained_s is None else queue.attained_s[order]
         lane = np.arange(count, count + len(lane))
         holders = np.flatnonzero(running[order])
         holders = holders[holders >= count + len(lane)]
@@ -306,7 +309,7 @@ class BestEffort:
         batch.withhold(int(batch.table[staying, KV_BLOCKS].sum()), len(staying))
         begins = not len(evicted) and (not count or now_s >= self._closed_until_s)
         rows = np.setdiff1d(np.arange(count, len(order)), evicted)
-        self._fill_leftover(batch, rows, count, lane, begins, now_s, latency)
+        self._fill_leftover(batch, rows, count, lane, begins, now_s, latency, attained_s)
         if batch.empty:
             evicted = _break_standstill(batch, evicted, holders, lane)
         if count:
@@ -340,6 +343,7 @@ class BestEffort:
         begins: bool,
         now_s: float,
         latency: LatencyModel,
+        attained_s: Floats | None,
     ) -> None:
         table = batch.table
         yielding = promised + len(lane)
@@ -365,6 +369,9 @@ class BestEffort:
         else:
             overdue = lane[self._lane.overdue(table, lane, now_s)]
             waiting = rows[~running]
+            if attained_s is not None:
+                attained_s[:yielding] = -inf  # the lane goes first, by arrival
+                waiting = waiting[by_least(table[waiting, TENANT], attained_s[waiting])]
             waiting = in_turns(table, waiting, int(np.count_nonzero(waiting < yielding)))
             admissible = self._admissible(batch, waiting, overdue, yielding)
             rows = np.concatenate((rows[running], admissible))
@@ -372,7 +379,12 @@ class BestEffort:
         # Rows are numbered in order of arrival.
         due_s = np.where(on_time, left_s[rows], inf)
         due_s[rows < yielding] = -inf
-        order = rows[np.lexsort((rows, due_s))]
+        if attained_s is None:
+            order = rows[np.lexsort((rows, due_s))]
+        else:
+            # What has begun holds memory.
+            least_s = np.where(table[rows, RUNNING, None] > 0, 0.0, attained_s[rows])
+            order = rows[by_least(table[rows, TENANT], least_s, (due_s,))]
         batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
@@ -429,6 +441,25 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
         gone.append(victims.pop())
         batch.withhold(-int(batch.table[gone[-1], KV_BLOCKS]), -1)
         batch.reopen()
+
+
+def by_least(tenants: Floats, attained_s: Floats, before: Sequence[Floats] = ()) -> Ints:
+    """The places of rows by ``before``, the last key first, then by what was attained, ties as they
+    are. ``O(n log n)``."""
+    own = np.lexsort((attained_s[:, OWN], *before))
+    if not len(own) or (tenants == tenants[0]).all():
+        return own
+    return own_in_places(tenants, np.lexsort((attained_s[:, SHARED], *before)), own)
+
+
+@compiled
+def own_in_places(tenants: Floats, places: Ints, own: Ints) -> Ints:
+    """``places`` with each tenant's own rows in the order of ``own``: what a tenant's programs have
+    attained does not change its places. ``O(n log n)``."""
+    turned = np.empty(places.shape[0], np.int64)
+    of_tenant = np.argsort(tenants[places], kind="mergesort")
+    turned[of_tenant] = own[np.argsort(tenants[own], kind="mergesort")]
+    return turned
 
 
 def in_turns(table: Floats, order: Ints, first: int = 0) -> Ints:
@@ -572,11 +603,23 @@ class BatchPolicy(ABC):
         """Plans the best-effort requests."""
         self.speculation: Speculation = AdaptiveLengths()
         """Chooses how many drafted tokens each decode verifies."""
+        self.attained = Attained()
+        """Counts what programs and tenants have had of the engine."""
 
     def plan(
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
     ) -> BatchPlan:
         """Plan the next batch of ``queue`` at ``now_s`` (the clock of the views' times)."""
+        if not queue.table[:, PROGRAM].any():
+            return self._plan(queue, now_s, latency, budget)
+        queue.attained_s = self.attained.of(queue.table, now_s)
+        plan = self._plan(queue, now_s, latency, budget)
+        self.attained.charge(queue.table, plan.rows, plan.tokens, latency, now_s)
+        return plan
+
+    def _plan(
+        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
+    ) -> BatchPlan:
         table = queue.table
         lengths = None
         if table[:, DRAFTED].any():

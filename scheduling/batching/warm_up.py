@@ -49,6 +49,8 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         # The oldest of them is an aged prefill.
         [*decoding, *_best_effort(waiting)],
         _promised([*decoding, *waiting]),
+        _programs([*decoding, *waiting]),
+        _programs(_best_effort(waiting)),
         _drafting(decoding),
         [*_drafting(decoding), *waiting],
     )
@@ -66,6 +68,10 @@ def _best_effort(views: list[RequestView]) -> list[RequestView]:
 
 def _promised(views: list[RequestView]) -> list[RequestView]:
     return [view._replace(promised=True) for view in views]
+
+
+def _programs(views: list[RequestView]) -> list[RequestView]:
+    return [view._replace(program=1 + at) for at, view in enumerate(views)]
 
 
 def _drafting(views: list[RequestView]) -> list[RequestView]:

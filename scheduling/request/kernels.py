@@ -47,7 +47,8 @@ LAST_TOKEN = 16
 TENANT = 17  # a number that names it; only whether two are equal counts
 WEIGHT = 18  # of the tenant's share
 PROMISED = 19  # 1 where the objective was guaranteed, else 0
-FIELDS = 20
+PROGRAM = 20  # a number that names what it counts for, such as a session; 0: nothing
+FIELDS = 21
 
 LIVE = np.dtype(
     [
@@ -73,6 +74,7 @@ LIVE = np.dtype(
             "tenant",
             "weight",
             "promised",
+            "program",
         )
     ]
 )

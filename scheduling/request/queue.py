@@ -19,6 +19,7 @@ from sluice.scheduling.request.kernels import (
     FIELDS,
     FIRST_TOKEN,
     LAST_TOKEN,
+    PROGRAM,
     PROMISED,
     TENANT,
     WEIGHT,
@@ -39,7 +40,8 @@ class RequestView(NamedTuple):
         expected_tokens: predicted length of its whole output, tokens; nan if unknown.
         drafted_tokens: not pending: a plan may give a decode from 1 to ``1 + drafted_tokens``.
         acceptance: probability that a draft is right if those before it are; nan if unknown.
-        weight: of the tenant's share, > 0."""
+        weight: of the tenant's share, > 0.
+        program: what its work counts for, such as an agent's session; 0: nothing."""
 
     request_id: str
     slo: SLO
@@ -59,6 +61,7 @@ class RequestView(NamedTuple):
     tenant: int = 0
     weight: float = 1.0
     promised: bool = False
+    program: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -73,12 +76,15 @@ class QueueView:
     """Every live request of one replica, in order of arrival at the engine: made of views (an
     engine's adapter) or an array (the simulator), and gives both."""
 
-    __slots__ = ("_ids", "_keys", "_requests", "_slos", "table")
+    __slots__ = ("_ids", "_keys", "_requests", "_slos", "attained_s", "table")
 
     def __init__(self, requests: Sequence[RequestView] = ()) -> None:
         self._requests: Sequence[RequestView] | None = requests
         self.table: Floats = _table(requests)
         """The requests as rows, ``float64[n, FIELDS]``. Read only."""
+        self.attained_s: Floats | None = None
+        """By row, what program and tenant have attained (``tenancy.attained``); ``None`` where no
+        request has a program. A plan notes it."""
         self._keys: Ints | None = None
         self._slos: Sequence[SLO] | Mapping[int, SLO] = ()
         self._ids: Sequence[str] | None = None
@@ -96,6 +102,7 @@ class QueueView:
         queue = cls.__new__(cls)
         queue._requests = None
         queue.table = table
+        queue.attained_s = None
         queue._keys = keys
         queue._slos = slos
         queue._ids = ids
@@ -138,6 +145,7 @@ class QueueView:
             requests = self._requests
             queue._requests = [requests[row] for row in rows.tolist()]
         queue.table = self.table[rows]
+        queue.attained_s = None if self.attained_s is None else self.attained_s[rows]
         queue._keys = None if self._keys is None else self._keys[rows]
         queue._slos = self._slos
         queue._ids = None if self._ids is None else [self._ids[row] for row in rows.tolist()]
@@ -161,7 +169,7 @@ def _table(requests: Sequence[RequestView]) -> Floats:
         return table
     # Transposed tuples and one packed string are the fastest way from objects to an array.
     (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
-     best_effort, drafted, acceptance, tenants, weights, promised) = zip(
+     best_effort, drafted, acceptance, tenants, weights, promised, programs) = zip(
         *requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
@@ -176,6 +184,7 @@ def _table(requests: Sequence[RequestView]) -> Floats:
     table[:, TENANT] = tenants if shared else 0.0
     table[:, WEIGHT] = weights if shared else 1.0
     table[:, PROMISED] = promised
+    table[:, PROGRAM] = programs
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
     table[:, LAST_TOKEN] = np.array(last, np.float64)
@@ -203,6 +212,7 @@ def _view(request_id: str, row: list[float], slo: SLO) -> RequestView:
         int(row[TENANT]),
         row[WEIGHT],
         row[kernels.PROMISED] > 0,
+        int(row[PROGRAM]),
     )
 
 
@@ -214,6 +224,7 @@ def row_of(
     best_effort: bool = False,
     tenant: int = 0,
     weight: float = 1.0,
+    program: int = 0,
 ) -> list[float]:
     """The row of a request that has just arrived, ``FIELDS`` numbers."""
     row = [0.0] * FIELDS
@@ -224,7 +235,7 @@ def row_of(
     row[kernels.EXPECTED] = expected_tokens
     row[kernels.BEST_EFFORT] = best_effort
     row[kernels.ACCEPTANCE] = nan
-    row[TENANT], row[WEIGHT] = tenant, weight
+    row[TENANT], row[WEIGHT], row[PROGRAM] = tenant, weight, program
     return row
 
 

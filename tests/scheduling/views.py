@@ -170,6 +170,7 @@ def requests(draw: st.DrawFn, index: int) -> RequestView:
         tenant=draw(st.sampled_from([0, 0, 1, 2**62])),
         weight=draw(st.sampled_from([1.0, 3.0])),
         promised=tier == "promised",
+        program=draw(st.sampled_from([0, 0, 7, 2**61])),
     )
 
 

@@ -1,0 +1,161 @@
+"""Attained service: how much of an engine's time programs and tenants have had lately. A program is
+what several requests count for, such as an agent's session with its sub-agents.
+
+Which has had least goes first, as in Autellix (arXiv 2502.13965, §4.2): a loop of few turns does
+not wait behind one of many, and no length needs to be known. Tenants are counted as well, so that
+none gains by splitting its work."""
+
+# numpy's scalars are "Any" to the type checker.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.request.kernels import (
+    COMPUTED,
+    FIXED,
+    PROGRAM,
+    TENANT,
+    WEIGHT,
+    Floats,
+    Ints,
+    compiled,
+    most_work_s,
+)
+
+HALF_LIFE_S = 60.0
+"""Time in which half of what was attained is forgotten, seconds."""
+
+MAX_KNOWN = 4_096
+"""Maximum number of programs and tenants; beyond it the one that has attained least is dropped."""
+
+# What is known of a program or tenant, ``float64[KNOWN, most]``, by name ascending.
+NAME = 0  # of a program, or a negative number for a tenant
+SECONDS = 1
+AS_OF = 2  # when it had them
+KNOWN = 3
+
+# The columns of what a queue's rows have attained.
+OWN = 0  # by the program; 0 without one
+SHARED = 1  # by the tenant, over its weight
+
+
+@compiled
+def place_of(known: Floats, count: int, name: float) -> int:
+    """The column of ``name``, or where it would be."""
+    return int(np.searchsorted(known[NAME, :count], name))
+
+
+@compiled
+def seconds_of(known: Floats, count: int, name: float, now_s: float) -> float:
+    """What ``name`` has attained as of now."""
+    place = place_of(known, count, name)
+    if place == count or known[NAME, place] != name:
+        return 0.0
+    return known[SECONDS, place] * 0.5 ** ((now_s - known[AS_OF, place]) / HALF_LIFE_S)
+
+
+@compiled
+def add(known: Floats, count: int, name: float, seconds: float, now_s: float) -> int:
+    """``name`` attains ``seconds``; how many are known then. ``O(known)`` for a new name."""
+    place = place_of(known, count, name)
+    if place < count and known[NAME, place] == name:
+        known[SECONDS, place] = seconds + seconds_of(known, count, name, now_s)
+        known[AS_OF, place] = now_s
+        return count
+    last = count
+    if count == known.shape[1]:
+        # As of their own times: who has attained little lately, or long ago.
+        least = np.inf
+        for other in range(count):
+            past = known[SECONDS, other] * 0.5 ** ((now_s - known[AS_OF, other]) / HALF_LIFE_S)
+            if past < least:
+                least, last = past, other
+    step = 1 if last < place else -1
+    if step > 0:
+        place -= 1
+    for at in range(last, place, step):
+        for field in range(KNOWN):
+            known[field, at] = known[field, at + step]
+    known[NAME, place], known[SECONDS, place], known[AS_OF, place] = name, seconds, now_s
+    return min(count + 1, known.shape[1])
+
+
+@compiled
+def attained_of(known: Floats, count: int, table: Floats, now_s: float) -> Floats:
+    """``float64[n, 2]``: what each row's program and tenant have attained."""
+    found = np.zeros((table.shape[0], 2))
+    tenant, shared = -1.0, 0.0
+    for row in range(table.shape[0]):
+        if table[row, PROGRAM] > 0.0:
+            found[row, OWN] = seconds_of(known, count, table[row, PROGRAM], now_s)
+        if table[row, TENANT] != tenant:
+            tenant = table[row, TENANT]
+            shared = seconds_of(known, count, -1.0 - tenant, now_s)
+        found[row, SHARED] = shared / table[row, WEIGHT]
+    return found
+
+
+@compiled
+def shares_of(table: Floats, rows: Ints, tokens: Ints, pieces: Floats) -> Floats:
+    """``float64[3, rows]``: program, tenant and seconds of each request of a batch: its work, and
+    an equal part of the fixed time."""
+    shares = np.empty((3, rows.shape[0]))
+    fixed_s = 0.0
+    for piece in range(pieces.shape[0]):
+        fixed_s = max(fixed_s, pieces[piece, FIXED])
+    for place in range(rows.shape[0]):
+        row = rows[place]
+        shares[0, place], shares[1, place] = table[row, PROGRAM], table[row, TENANT]
+        work_s = most_work_s(pieces, float(tokens[place]), table[row, COMPUTED])
+        shares[2, place] = work_s + fixed_s / rows.shape[0]
+    return shares
+
+
+@compiled
+def settle(known: Floats, count: int, shares: Floats, now_s: float) -> int:
+    """Add the shares of a batch; how many names are known then."""
+    for place in range(shares.shape[1]):
+        seconds = shares[2, place]
+        if shares[0, place] > 0.0:
+            count = add(known, count, shares[0, place], seconds, now_s)
+        count = add(known, count, -1.0 - shares[1, place], seconds, now_s)
+    return count
+
+
+NONE_ATTAINED: Floats = np.empty((0, 2))
+"""What the rows of a queue without programs have attained."""
+
+_NO_SHARES: Floats = np.empty((3, 0))
+
+
+class Attained:
+    """Who has attained how much, on the caller's clock. ``O(log known)`` per row."""
+
+    def __init__(self, most: int = MAX_KNOWN) -> None:
+        self._known: Floats = np.zeros((KNOWN, most))
+        self._count = 0
+        # The last batch counts from the next moment on: to plan it again changes nothing.
+        self._shares: Floats = _NO_SHARES
+        self._at_s = -inf
+
+    def __len__(self) -> int:
+        """Number of known programs and tenants."""
+        return self._count
+
+    def of(self, table: Floats, now_s: float) -> Floats:
+        """``float64[n, 2]``: seconds that each row's program and tenant have attained."""
+        if now_s > self._at_s:
+            self._count = settle(self._known, self._count, self._shares, self._at_s)
+            self._shares, self._at_s = _NO_SHARES, now_s
+        return attained_of(self._known, self._count, table, now_s)
+
+    def charge(
+        self, table: Floats, rows: Ints, tokens: Ints, latency: LatencyModel, now_s: float
+    ) -> None:
+        """The engine runs a batch of ``rows``, in the place of another one at the same time."""
+        self._shares, self._at_s = shares_of(table, rows, tokens, latency.pieces), now_s

@@ -1,0 +1,220 @@
+"""Least attained service between programs: short loops before long ones, no promise is broken for
+it, and no tenant gains by splitting its work."""
+
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sluice.benchmarks.experiments.policies import LOCAL
+from sluice.scheduling.batching import BatchPolicy, make_policy
+from sluice.scheduling.latency.model import LatencyModel, LinearLatency
+from sluice.scheduling.request.kernels import PROGRAM, Floats
+from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.queue import QueueView, RequestView
+from sluice.scheduling.tenancy.attained import HALF_LIFE_S, OWN, SHARED, Attained
+from tests.examples import examples
+from tests.scheduling.test_plan_invariants import VARIANTS
+from tests.scheduling.views import (
+    MODEL,
+    NOW_S,
+    ROOMY,
+    budgets,
+    decode,
+    latencies,
+    order,
+    planned,
+    prefill,
+    queue_of,
+    queues,
+)
+
+TIERS = (True, False)
+"""Whether requests without a promise are best effort, or in the tail of the default policy."""
+
+MARGINAL = LinearLatency(a=0.0, b=0.001)
+
+
+def of(program: int, view: RequestView, tier: bool = True, tenant: int = 0) -> RequestView:
+    return view._replace(program=program, best_effort=tier, tenant=tenant, expected_tokens=20.0)
+
+
+def had(policy: BatchPolicy, program: int, tokens: int, tenant: int = 0, now_s: float = 0) -> None:
+    """An engine of ``policy`` has computed so many tokens of ``program``."""
+    table = rows(of(program, prefill("past", tokens), tenant=tenant))
+    charge(policy.attained, table, [tokens], MARGINAL, now_s)
+
+
+def charge(
+    attained: Attained, table: Floats, tokens: list[int], model: LatencyModel, now_s: float
+) -> None:
+    """An engine has run a batch of these rows."""
+    attained.charge(table, np.arange(len(tokens)), np.array(tokens), model, now_s - 1e-9)
+    attained.of(table, now_s)
+
+
+def rows(*views: RequestView) -> Floats:
+    return queue_of(*views).table
+
+
+def test_what_is_attained_adds_up_decays_and_is_over_the_weight_of_the_tenant() -> None:
+    attained = Attained()
+    table = rows(
+        of(7, prefill("a", 100), tenant=1),
+        of(8, prefill("b", 300), tenant=1)._replace(weight=2.0),
+        prefill("c", 50),
+    )
+    for _ in range(2):
+        charge(attained, table, [100, 300, 50], MODEL, 5.0)
+    # A third of the fixed 10 ms each, and 1 ms for each token.
+    own = np.array([2 * (0.1 + 0.01 / 3), 2 * (0.3 + 0.01 / 3), 0.0])
+    shared = np.array([own[0] + own[1], (own[0] + own[1]) / 2, 2 * (0.05 + 0.01 / 3)])
+    found = attained.of(table, 5.0)
+    assert found[:, OWN] == pytest.approx(own)
+    assert found[:, SHARED] == pytest.approx(shared)
+    assert attained.of(table, 5.0 + HALF_LIFE_S) == pytest.approx(found / 2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 99)), max_size=80))
+def test_it_knows_the_most_served_of_a_bounded_number(served: list[tuple[int, int]]) -> None:
+    attained, exact = Attained(most=8), dict[int, float]()
+    for program, tokens in served:
+        table = rows(of(program, prefill("a", tokens)))
+        charge(attained, table, [tokens], MARGINAL, 1.0)
+        exact[program] = exact.get(program, 0.0) + tokens / 1000
+        assert len(attained) == min(8, len(exact) + 1)
+    for program, seconds in exact.items():
+        found = attained.of(rows(of(program, prefill("a", 1))), 1.0)[0, OWN]
+        assert found == pytest.approx(seconds) or (len(exact) > 7 and found < seconds)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_program_that_has_had_least_goes_first(tier: bool) -> None:
+    policy = make_policy("deadline_triage")
+    for program, tokens in ((1, 4_000), (2, 1_000), (3, 2_000)):
+        had(policy, program, tokens, now_s=NOW_S)
+    queue = [of(n, prefill(f"p{n}", 16), tier) for n in (1, 2, 3, 4)]
+    # One that has begun holds memory, whatever its program has had.
+    begun = of(1, prefill("begun", 32, computed=16), tier)
+    made = planned(policy, *queue, begun, budget=ROOMY._replace(tokens=64))
+    assert order(made) == ["begun", "p4", "p2", "p3"]
+    # In two half-lives 4 s become 1 s.
+    later_s = NOW_S + 2 * HALF_LIFE_S
+    had(policy, 5, 1_500, now_s=later_s)
+    queue = [of(n, prefill(f"p{n}", 16, arrival_s=later_s), tier) for n in (5, 1)]
+    assert order(planned(policy, *queue, now_s=later_s)) == ["p1", "p5"]
+
+
+def test_a_request_with_a_deadline_that_can_be_met_is_before_the_least_attained() -> None:
+    policy = make_policy("deadline_triage")
+    had(policy, 1, 4_000, now_s=NOW_S)
+    urgent = of(1, prefill("urgent", 16, SLO(ttft_s=5.0), arrival_s=NOW_S))
+    made = planned(policy, of(2, prefill("new", 16)), urgent)
+    assert order(made) == ["urgent", "new"]
+
+
+@pytest.mark.parametrize(("policy", "options"), VARIANTS)
+@settings(max_examples=examples(20))
+@given(data=st.data(), queue=queues(), latency=latencies)
+def test_no_promise_is_broken_for_it(
+    policy: str, options: dict[str, object], data: st.DataObject, queue: QueueView,
+    latency: LinearLatency,
+) -> None:  # fmt: skip
+    budget = data.draw(budgets(queue))
+    past = data.draw(st.lists(st.tuples(st.sampled_from([7, 2**61]), st.integers(1, 900))))
+    plans = []
+    for known in (False, True):
+        made = LOCAL.make(policy, options)
+        for program, tokens in past if known else ():
+            had(made, program, tokens, now_s=90.0)
+        views = [view._replace(program=view.program * known) for view in queue.requests]
+        plan = made.plan(QueueView(views), 100.0, latency, budget)
+        above = {
+            view.request_id: plan.tokens_of.get(view.request_id)
+            for view in views
+            if view.promised or (not view.best_effort and any(each.best_effort for each in views))
+        }
+        plans.append(above)
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_no_tenant_gains_by_splitting_its_work(tier: bool, data: st.DataObject) -> None:
+    """Whatever programs they name, tenants have the same places: they choose only which of their
+    own requests is in each."""
+    count = data.draw(st.integers(1, 12))
+    tenants = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    budget = ROOMY._replace(tokens=data.draw(st.integers(1, 16 * count)))
+    places = []
+    for _ in range(2):
+        policy = make_policy("deadline_triage")
+        programs = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+        named = list(zip(tenants, programs, strict=True))
+        for tenant, program in named:
+            had(policy, 10 * tenant + program, 10 * (1 + tenant), tenant)
+        queue = [
+            of(10 * tenant + program, prefill(f"{tenant}-{n}", 16), tier, tenant)
+            for n, (tenant, program) in enumerate(named)
+        ]
+        made = planned(policy, *queue, latency=MARGINAL, budget=budget)
+        places.append([name.split("-")[0] for name in order(made)])
+    assert places[0] == places[1]
+
+
+def test_a_tenant_that_has_had_less_goes_first_and_by_weight() -> None:
+    for tier in TIERS:
+        policy = make_policy("deadline_triage")
+        had(policy, 11, 1_000, tenant=1, now_s=NOW_S)
+        had(policy, 21, 1_500, tenant=2, now_s=NOW_S)
+        one = [of(12, prefill("one", 16), tier, tenant=1)]
+        two = [of(22, prefill("two", 16), tier, tenant=2)]
+        few = ROOMY._replace(tokens=16)
+        assert order(planned(policy, *two, *one, budget=few)) == ["one"]
+        heavy = [view._replace(weight=3.0) for view in two]
+        assert order(planned(policy, *one, *heavy, budget=few)) == ["two"]
+
+
+def test_requests_without_a_program_are_planned_as_ever() -> None:
+    policy = make_policy("deadline_triage")
+    had(policy, 1, 4_000, now_s=NOW_S)
+    plain = [of(0, prefill(f"p{n}", 900 - 100 * n), False) for n in range(5)]
+    plain += [of(0, decode("d")), of(0, prefill("b", 64))]
+    assert not queue_of(*plain).table[:, PROGRAM].any()
+    fresh = planned(make_policy("deadline_triage"), *plain)
+    assert planned(policy, *plain).entries == fresh.entries
+
+
+def served(policy: str, loops: dict[int, int], tier: bool) -> dict[int, float]:
+    """When each of the loops ends that come at once, by number of turns, on an engine that runs one
+    request at a time: turns of 40 tokens and an answer of one, 1 ms a token, without pauses."""
+    made, now_s = make_policy(policy), 0.0
+    left, ends = dict(loops), dict.fromkeys(loops, inf)
+    queue = [of(n, prefill(f"{n}", 40), tier) for n in loops]
+    while queue:
+        budget = ROOMY._replace(tokens=40)
+        plan = planned(made, *queue, latency=MARGINAL, budget=budget, now_s=now_s)
+        (entry,) = plan.entries
+        now_s += plan.predicted_s
+        program = int(entry.request_id)
+        queue = [view for view in queue if view.program != program]
+        left[program] -= 1
+        if left[program]:
+            queue.append(of(program, prefill(f"{program}", 100, arrival_s=now_s), tier))
+        else:
+            ends[program] = now_s
+    return ends
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_short_loops_do_not_wait_behind_long_ones(tier: bool) -> None:
+    """As in Autellix, §4.2."""
+    loops = {1: 12, 2: 10, 3: 2, 4: 1}
+    fair = served("deadline_triage", loops, tier)
+    in_order = served("fcfs", loops, False)
+    for short in (3, 4):
+        assert fair[short] <= in_order[short]
+    assert max(fair.values()) == pytest.approx(max(in_order.values()))
