@@ -127,8 +127,8 @@ class Turn(NamedTuple):
     keys; 0: none.
 
     ``session`` is exactly one conversation: its loop and its KV. ``program`` is what the work
-    counts for and what a replica may be chosen by: the session, or the one that a sub-agent belongs
-    to, or all conversations of one name, such as those of a person (``session`` may then be 0).
+    counts for: the session, or the one that a sub-agent belongs to, or all conversations of one
+    name, such as those of a person (``session`` may then be 0).
     ``tool``: :func:`tool_key` of the tools that the turn before has called, if this one brings
     their results. ``expected_tokens``: of output, as the client expects; 0: it does not say."""
 

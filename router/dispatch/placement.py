@@ -593,7 +593,7 @@ class PlacementClient:
             waited_s,
             tiers,
             call.output_tokens,
-            turn.program,
+            call.affinity,
             call.prefix.hashes,
             call.request_id,
             prefill_key,

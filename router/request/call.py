@@ -98,6 +98,7 @@ class Call:
     """A validated API call.
 
     ``output_tokens``: maximum; 0: the model's length. ``session``: the answer's header.
+    ``affinity``: key of the requests that it goes together with, 0: none.
     ``prefix``: hashes of the prompt's beginning. ``clamped``: fields that the client's limits
     changed. ``charge``: tokens reserved in its rate limit. ``queue_ttl_s``: longest wait it
     accepts, seconds. ``only``: replicas with their pools' roles, empty: any. ``scheduled``: it uses
@@ -113,6 +114,7 @@ class Call:
     output_tokens: int = 0
     turn: Turn | None = None
     session: str = ""
+    affinity: int = 0
     prefix: PromptPrefix = NO_PREFIX
     client: Client = ANYONE
     clamped: Mapping[str, str] = field(default_factory=dict)
@@ -199,7 +201,7 @@ class CallReader:
             body = {name: value for name, value in body.items() if value is not None}
         sent = dict(headers)
         slo, clamped, tier, loop = _UNSCHEDULED_SLO, _UNCHANGED, None, None
-        ttl_s, turn, session, expected_tokens = inf, None, "", 0
+        turn, session, affinity, expected_tokens, ttl_s = None, "", 0, 0, inf
         if endpoint not in UNSCHEDULED:
             if _TTL_HEADER in sent:
                 ttl_s = queue_ttl_s(headers)
@@ -213,7 +215,7 @@ class CallReader:
         # Most requests name no session, and no agent calls without tools.
         names_none = known.headers.isdisjoint(sent) and known.fields.isdisjoint(body)
         if not names_none or body.get("tools") or loop is not None:
-            turn, session = known.read(endpoint, body, headers, client.owner)
+            turn, session, affinity = known.read(endpoint, body, headers, client.owner)
         if expected_tokens:
             turn = (turn or Turn())._replace(expected_tokens=expected_tokens)
         if not (self._structured_output and client.caps.structured_output):
@@ -231,6 +233,7 @@ class CallReader:
             output_tokens=output_limit(endpoint, body),
             turn=turn,
             session=session,
+            affinity=affinity,
             prefix=prefix_of(endpoint, body),
             client=client,
             clamped={**clamped, **shortened} if shortened else clamped,

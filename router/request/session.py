@@ -23,13 +23,14 @@ class SessionName(NamedTuple):
 
     ``within``: header with the name of a sub-agent, unique in the session; ``parent``: header with
     the session that a sub-agent's session belongs to. A ``shared`` name may cover several
-    conversations, such as all those of a person: it says where requests go together and what they
-    count for, but it is no identity of a loop."""
+    conversations, such as all those of a person: it says what they count for, but it is no identity
+    of a loop. Requests of one name go ``together``, unless it may cover all of a tenant."""
 
     name: str
     within: str = ""
     parent: str = ""
     shared: bool = False
+    together: bool = True
 
 
 SESSION_HEADERS: Final = (
@@ -44,8 +45,8 @@ SESSION_HEADERS: Final = (
     SessionName("x-dynamo-session-id", parent="x-dynamo-parent-session-id"),
     SessionName("x-session-id", parent="x-parent-session-id"),  # Ray Serve LLM, sgl-router
     # llm-d and, deprecated, Gateway API: a program there, but gateways set a tenant as well.
-    SessionName("x-llm-d-inference-fairness-id", shared=True),
-    SessionName("x-gateway-inference-fairness-id", shared=True),
+    SessionName("x-llm-d-inference-fairness-id", shared=True, together=False),
+    SessionName("x-gateway-inference-fairness-id", shared=True, together=False),
 )
 SESSION_FIELDS: Final = (
     SessionName(f"{wire.SLO_FIELD}.{wire.LOOP}.id"),
@@ -68,11 +69,13 @@ _MIN_ID_CHARACTERS = 9
 
 
 class Recognised(NamedTuple):
-    """A request's turn, ``None`` for a plain request, and the answer's ``x-sluice-session``: the
-    names by which it was recognised, with short hashes of their values."""
+    """A request's turn, ``None`` for a plain request; the answer's ``x-sluice-session``: the names
+    by which it was recognised, with short hashes of their values; and the key of the requests that
+    it goes together with, 0: none."""
 
     turn: Turn | None = None
     header: str = ""
+    affinity: int = 0
 
 
 class SessionReader:
@@ -96,12 +99,14 @@ class SessionReader:
         """What a validated body and raw headers (lower-case names) say. Keys are distinct per
         owner. ``O(headers + messages)``. Raises ApiError: 400."""
         session = program = 0
+        apart = False
         said: list[tuple[str, int]] = []
         # All are checked, the first one counts.
         for name, value in list(self._given(body, headers))[:1]:
             program = _key(owner, value)
             said.append((name.name, program))
             session = 0 if name.shared else program
+            apart = not name.together
             if name.within and (agent := _header(name.within, headers)) not in ("", value):
                 session = _key(owner, value, agent)
                 said.append((name.within, session))
@@ -116,7 +121,8 @@ class SessionReader:
         if not (program or session or tool):
             return Recognised()
         header = ", ".join(f"{name}={short(key)}" for name, key in said)
-        return Recognised(Turn(session, program or session, tool), header)
+        turn = Turn(session, program or session, tool)
+        return Recognised(turn, header, session if apart else turn.program)
 
     def _given(
         self, body: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]]

@@ -63,7 +63,7 @@ class RouteQuery(NamedTuple):
         prompt_tokens: an estimate: the edge does not tokenise.
         tiers: the tiers that it may be served in. With both, it is promised if possible.
         output_tokens: maximum output length; 0 if unknown.
-        session: of its conversation, or of the conversations that it belongs together with.
+        session: of the requests that it goes together with, such as those of its conversation.
         prefix: hashes of the prompt's first chunks, each of all before it (``fleet.prefix``).
         request_id, client_request_id: for tracing by people; no policy reads them.
         prefill_key: of its prefill, if another replica may compute it; 0: one replica serves it

@@ -44,3 +44,13 @@ def test_the_most_that_a_call_may_generate(
     endpoint: Any, body: dict[str, Any], expected: int
 ) -> None:
     assert output_limit(endpoint, {**COMPLETION_BODY, **body}) == expected
+
+
+async def test_an_expected_length_reaches_the_controller_and_the_replica_and_no_engine() -> None:
+    edge = edge_of(guaranteed())
+    await post(edge, nvext={"agent_hints": {"osl": 300}, "annotations": ["x"]}, max_tokens=9)
+    query, request = edge.controller.queries[0], edge.side.calls[0][1]
+    assert (query.expected_tokens, query.output_tokens) == (300, 9)
+    assert request.turn.expected_tokens == 300
+    assert "nvext" not in request.body
+    assert [each.expected_tokens for each in edge.controller.endings] == [300]

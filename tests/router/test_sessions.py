@@ -130,9 +130,9 @@ def turn_of(body: dict[str, Any], *headers: tuple[str, str], **more: Any) -> Tur
 
 @pytest.mark.parametrize("name", [each for each in SESSION_HEADERS if not each.shared])
 def test_a_header_of_each_client_names_a_conversation(name: Any) -> None:
-    turn, said = recognised({}, (name.name, "s1"), ("accept", "*/*"))
+    turn, said, affinity = recognised({}, (name.name, "s1"), ("accept", "*/*"))
     assert turn is not None
-    assert turn.session == turn.program > 0
+    assert turn.session == turn.program == affinity > 0
     assert said == f"{name.name}={short(turn.session)}"
     # The same whatever a client calls it, another one for another owner.
     assert turn == turn_of({}, ("x-sluice-session", "s1"))
@@ -177,10 +177,10 @@ def test_the_first_name_of_the_table_is_taken() -> None:
 def test_a_sub_agent_has_a_conversation_of_its_own_and_works_for_its_session(
     headers: dict[str, str], root: dict[str, str], said: list[str]
 ) -> None:
-    child, names = recognised({}, *headers.items())
+    child, names, affinity = recognised({}, *headers.items())
     parent = turn_of({}, *root.items())
     assert child is not None
-    assert child.program == parent.program == parent.session
+    assert child.program == parent.program == parent.session == affinity
     assert child.session not in (0, parent.session)
     assert [each.partition("=")[0] for each in names.split(", ")] == said
 
@@ -196,9 +196,10 @@ def test_a_sub_agent_has_a_conversation_of_its_own_and_works_for_its_session(
     ],
 )
 def test_a_shared_name_is_no_conversation(body: dict[str, Any], headers: Any) -> None:
-    turn, said = recognised(body, *headers)
+    turn, said, affinity = recognised(body, *headers)
     assert turn is not None
     assert (turn.session, said.endswith(f"={short(turn.program)}")) == (0, True)
+    assert affinity == (0 if headers else turn.program)
     # Two loops of one person are two conversations that count for the same.
     loops = [
         turn_of({**body, "tools": TOOLS, "messages": [ASK, drawn(number)]}, *headers)
@@ -253,15 +254,11 @@ def test_a_bad_name_is_named(body: dict[str, Any], headers: Any, param: str) -> 
 def test_names_of_the_configuration_go_before_those_of_agents() -> None:
     reader = SessionReader(["x-conversation"])
     raw = [(b"session-id", b"a"), (b"x-conversation", b"b")]
-    assert reader.read("chat", {}, raw, "o") == (
-        *(turn_of({}, ("session-id", "b")), f"x-conversation={short(reader_key('b'))}"),
-    )
+    expected = turn_of({}, ("session-id", "b"))
+    said = f"x-conversation={short(expected.session)}"
+    assert reader.read("chat", {}, raw, "o") == (expected, said, expected.session)
     raw.append((b"x-sluice-session", b"c"))
     assert reader.read("chat", {}, raw, "o").turn == turn_of({}, ("session-id", "c"))
-
-
-def reader_key(value: str) -> int:
-    return turn_of({}, ("session-id", value)).session
 
 
 # Conversations without a name.
@@ -279,7 +276,7 @@ def test_the_first_tool_call_identifies_a_conversation_at_any_router() -> None:
     first = [*begin, drawn("1"), result("read")]
     later = [*first, drawn("2"), result("read")]
     other = [*begin, drawn("3"), result("read")]
-    assert recognised({"tools": TOOLS, "messages": begin}) == (None, "")
+    assert recognised({"tools": TOOLS, "messages": begin}) == Recognised()
     of = [turn_of({"tools": TOOLS, "messages": each}) for each in (first, later, other)]
     assert of[0] == of[1]
     assert of[0].session == of[0].program > 0
@@ -288,7 +285,7 @@ def test_the_first_tool_call_identifies_a_conversation_at_any_router() -> None:
     assert said == f"tool_call={short(of[0].session)}"
     # Of one owner, and not of a request that can call nothing.
     assert turn_of({"tools": TOOLS, "messages": first}, owner="p").session != of[0].session
-    assert recognised({"messages": first}) == (None, "")
+    assert recognised({"messages": first}) == Recognised()
 
 
 def test_the_first_tool_call_of_each_api_identifies() -> None:
@@ -306,8 +303,8 @@ def test_the_first_tool_call_of_each_api_identifies() -> None:
 def test_an_id_that_may_be_counted_identifies_nothing(number: Any) -> None:
     message = drawn("1")
     message["tool_calls"][0]["id"] = number
-    turn, said = recognised({"tools": TOOLS, "messages": [ASK, message, result("read")]})
-    assert (turn, said) == (Turn(tool=tool_key(["read"])), "")
+    found = recognised({"tools": TOOLS, "messages": [ASK, message, result("read")]})
+    assert found == (Turn(tool=tool_key(["read"])), "", 0)
 
 
 async def test_two_routers_know_the_same_session_and_say_so() -> None:
