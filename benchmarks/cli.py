@@ -12,10 +12,10 @@ from rich.progress import track
 
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
+from sluice.benchmarks.live import agents, promises
 from sluice.benchmarks.live.gateway import gateway
 from sluice.benchmarks.live.gpu import gpu
 from sluice.benchmarks.live.peers import peers
-from sluice.benchmarks.live.promises import with_real
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.micro.replay import replay
@@ -121,4 +121,5 @@ def command_of(experiment: Experiment) -> click.Command:
 
 for _experiment in EXPERIMENTS.values():
     bench.add_command(command_of(_experiment))
-with_real(bench.commands["promises"])
+for _name, _with_real in (("promises", promises.with_real), ("agents", agents.with_real)):
+    _with_real(bench.commands[_name])

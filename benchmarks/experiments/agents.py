@@ -16,6 +16,7 @@ from sluice.benchmarks.experiments.grid import (
     Row,
     Rows,
     Scaled,
+    Value,
     first,
     having,
     means,
@@ -77,9 +78,10 @@ def engine(setup: str, kv_tokens: int) -> Setup:
 
 def anonymous(workload: Workload) -> Workload:
     """The same requests at the same times, none of which says what it is a turn of."""
-    nothing = {"session": 0, "parent": 0, "tool": ""}
     made = [
-        each if each.turn is None else each._replace(turn=each.turn._replace(**nothing))
+        each
+        if each.turn is None
+        else each._replace(turn=each.turn._replace(session=0, parent=0, tool=""))
         for each in workload.arrivals
     ]
     return replace(workload, arrivals=tuple(made))
@@ -91,28 +93,34 @@ def run(workload: Workload, by: Contestant, setup: Setup, replicas: int, seed: i
     return run_cluster(known, by.system, setup, colocated(replicas), seed).result
 
 
+GAPS = 0.3
+"""Factor on the times of tools in the backlog: an engine that is scaled down is faster, too."""
+
+
 class Backlog(NamedTuple):
-    """How much of a backlog there is: long loops, which all begin within half a minute, and short
-    ones, which come while these last."""
+    """How much of a backlog there is: long loops, which begin together, and short ones, which come
+    while these last."""
 
     long: int
     short: int
     per_s: float
     most_turns: int = 60
+    begin_s: float = 30.0
+    scale: float = 1 / 16
+    gaps: float = GAPS
+    sub_agents: float = 0.44
 
     def workload(self, slo: SLO, seed: int) -> Workload:
         """Both kinds; they share nothing."""
-        short = Loops("agent", slo, least=1, most=SHORT_TURNS, sub_agents=0.0, gap_scale=GAPS)
-        long = Loops("agent", slo, least=LONG_TURNS, most=self.most_turns, gap_scale=GAPS)
+        every = Loops("agent", slo, scale=self.scale, gap_scale=self.gaps)
+        short = replace(every, least=1, most=SHORT_TURNS, sub_agents=0.0)
+        long = replace(every, least=LONG_TURNS, most=self.most_turns, sub_agents=self.sub_agents)
         parts = (
             agents("short", [short], Poisson(self.per_s), self.short, seed),
-            agents("long", [long], Poisson(self.long / 30), self.long, seed),
+            agents("long", [long], Poisson(self.long / self.begin_s), self.long, seed),
         )
         return merged("backlog", parts)
 
-
-GAPS = 0.3
-"""Factor on the times of tools in the backlog: an engine that is scaled down is faster, too."""
 
 BACKLOG_KV_TOKENS = 131_072
 OBJECTIVES = {"none": SLO(), "TPOT 0.1 s": SLO(tpot_s=0.1)}
@@ -124,7 +132,8 @@ def measure_backlog(
     """Mean times of short and long loops, seconds, and turns a second until the last has ended."""
     workload = backlog.workload(objective, seed)
     result = run(workload, system, engine("8b", BACKLOG_KV_TOKENS), 1, seed)
-    short, long = [], []
+    short: list[float] = []
+    long: list[float] = []
     for turns, seconds in loop_times(workload, result):
         (short if turns <= SHORT_TURNS else long).append(seconds)
     return {
@@ -227,13 +236,15 @@ def compared(rows: Rows) -> Rows:
 
 
 def _other(rows: Rows, row: Row) -> Row:
-    same = {name: row[name] for name in ("scenario", "objective", "seed") if name in row}
-    (found,) = having(rows, {**same, "system": _BESIDE[str(row["scenario"])]})
-    return found
+    same: dict[str, Value] = {
+        name: row[name] for name in ("scenario", "objective", "seed") if name in row
+    }
+    found = having(rows, same | {"system": _BESIDE[str(row["scenario"])]})
+    return found[0] if found else {}
 
 
 def _ratios(row: Row, other: Row) -> Row:
-    over = {name: float(row[name]) / float(other[name]) for name in row if name in _FIGURES}
+    over = {name: float(row[name]) / float(other[name]) for name in other if name in _FIGURES}
     faster = {f"{name}_faster": 1 / over[name] for name in ("short_s", "long_s") if name in over}
     return {**{f"{name}_ratio": value for name, value in over.items()}, **faster}
 
@@ -291,13 +302,13 @@ EXPERIMENT = Experiment(
         Product(
             measure_backlog,
             {"objective": first(OBJECTIVES), "system": CONTESTANTS},
-            {"backlog": Scaled(Backlog(4, 4, 0.5, 42), Backlog(60, 60, 0.06))},
+            {"backlog": Scaled(Backlog(2, 2, 0.5, 41), Backlog(60, 60, 0.06))},
             {"scenario": BACKLOG},
         ),
         Product(
             measure_crowd,
             {"system": (CONTESTANTS[0], *CONTESTANTS[-2:])},
-            {"crowd": Scaled(Crowd(8, 40, 1.0, 42), Crowd(48, 1_500, 3.0))},
+            {"crowd": Scaled(Crowd(8, 10, 1.0, 41), Crowd(48, 1_500, 3.0))},
             {"scenario": CROWD},
         ),
     ],

@@ -10,8 +10,9 @@ import enum
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any, NamedTuple
@@ -22,7 +23,8 @@ from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import Call, output_text, parse_call
 from sluice.router import wire
 from sluice.scheduling.request.objective import SLO, TPOTAnchor, TPOTMeter
-from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.cluster import LOOP_ENDED
+from sluice.simulation.workload import Arrival, Turn, Workload
 
 MAX_EVENT_BYTES = 1 << 20
 """Maximum length of an event of a stream."""
@@ -270,12 +272,24 @@ async def replay(
     body: Body = text_body,
     leaves_after: Callable[[int], int | None] = lambda _: None,
     exact: bool = True,
+    headers: Callable[[Arrival], Mapping[str, str]] = lambda _: {},
 ) -> list[Outcome]:
     """Send ``workload`` to the completions endpoint at ``url``; the outcomes in order of arrival,
     at most ``grace_s`` after the last one. The client of arrival n disconnects after
-    ``leaves_after[n]`` pieces; ``exact``: the engines' text is known."""
+    ``leaves_after[n]`` pieces; ``exact``: the engines' text is known. The turns of a loop are sent
+    one after another, until one is not answered."""
     outcomes: list[Outcome] = []
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def follow(outcome: Outcome, turn: Turn, send: Callable[[], Awaitable[None]]) -> None:
+        await asyncio.wait([tasks[before] for before in turn.after])
+        if all(outcomes[before].end is End.ANSWERED for before in turn.after):
+            await asyncio.sleep(turn.gap_s)
+            outcome.sent_s, outcome.late_s = time.monotonic() - started_s, 0.0
+            await send()
+        else:
+            outcome.end, outcome.reason = End.FAILED, LOOP_ENDED
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -284,11 +298,14 @@ async def replay(
             await asyncio.sleep(started_s + arrival.arrival_s - time.monotonic())
             now_s = time.monotonic() - started_s
             tokens = arrival.prompt_tokens, arrival.output_tokens
-            outcomes.append(Outcome(arrival.slo, *tokens, now_s, now_s - arrival.arrival_s))
-            request = _Request(session, url, outcomes[-1], leaves_after(number))
-            task = asyncio.create_task(request.run(body(model, number, arrival), exact))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            outcome = Outcome(arrival.slo, *tokens, now_s, now_s - arrival.arrival_s)
+            outcomes.append(outcome)
+            stated = {wire.SLO_HEADERS[wire.CLASS]: arrival.slo.service_class, **headers(arrival)}
+            one = _Request(session, url, outcome, leaves_after(number), stated)
+            send = partial(one.run, body(model, number, arrival), exact)
+            follows = arrival.turn is not None and arrival.turn.after
+            sent = follow(outcome, arrival.turn, send) if follows else send()
+            tasks.append(asyncio.create_task(sent))
         on_sent()
         if tasks:
             _, unfinished = await asyncio.wait(tasks, timeout=grace_s)
@@ -337,6 +354,7 @@ class _Request:
     _url: str
     _outcome: Outcome
     _leaves_after: int | None
+    _headers: Mapping[str, str]
 
     async def run(self, body: Json, exact: bool) -> None:
         begun_s = time.monotonic()
@@ -351,11 +369,10 @@ class _Request:
             expected = simulated("chat" if chat else "completions", body)
         else:
             expected = of_any_engine(body, outcome.output_tokens)
-        headers = {wire.SLO_HEADERS[wire.CLASS]: outcome.slo.service_class}
         begun = False
         try:
             sent_s = time.monotonic()
-            async with self._session.post(url, json=body, headers=headers) as response:
+            async with self._session.post(url, json=body, headers=self._headers) as response:
                 begun = True
                 outcome.admission = response.headers.get(wire.ADMISSION_HEADER, "")
                 predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)

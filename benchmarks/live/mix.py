@@ -61,7 +61,7 @@ BURSTS: Final = 2.0
 """Standard deviation over mean of the gaps between bursty arrivals."""
 
 _ALONE = 5
-_WORDS: Final = """
+WORDS: Final = """
 the of and to in a is that for it as was with be by on not he this are or his from at which but have
 an had they you were their one all we can her has there been if more when will would who so she
 other its may these what them than some him time into only could new then do first any my such
@@ -195,9 +195,9 @@ def body_of(run: str, block_tokens: int = SHARED_TOKENS, priorities: bool = Fals
     def body(model: str, number: int, arrival: Arrival) -> Json:
         words: list[str] = []
         for block in arrival.block_hashes:
-            words += Random(f"{run} block {block}").choices(_WORDS, k=block_tokens)
+            words += Random(f"{run} block {block}").choices(WORDS, k=block_tokens)
         own = arrival.prompt_tokens - len(words)
-        words += Random(f"{run} {number}").choices(_WORDS, k=max(0, own))
+        words += Random(f"{run} {number}").choices(WORDS, k=max(0, own))
         text = " ".join(words[: arrival.prompt_tokens])
         more: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
         if priorities:

@@ -105,7 +105,7 @@ class Peer(NamedTuple):
     reference: str = "stock-round-robin"
 
 
-def _stock(policy: str, more: Json, setting: Setting) -> Start:
+def stock(policy: str, more: Json, setting: Setting) -> Start:
     """vLLM's own servers behind vllm-router; an empty policy: one server without a router."""
 
     def engine_on(_: Bench, port: int, number: int) -> Server:
@@ -200,22 +200,22 @@ def _plain(words: str, **controller: str) -> Peer:
 
 
 def _router(policy: str) -> Peer:
-    return Peer(f"vLLM, vllm-router {policy}", partial(_stock, policy, {}))
+    return Peer(f"vLLM, vllm-router {policy}", partial(stock, policy, {}))
 
 
 SYSTEMS: Final[dict[str, Peer]] = {
-    "stock": Peer("vLLM's own server, alone", partial(_stock, "", {}), reference="stock"),
+    "stock": Peer("vLLM's own server, alone", partial(stock, "", {}), reference="stock"),
     "stock-round-robin": _router("round_robin"),
     "stock-power-of-two": _router("power_of_two"),
     "stock-cache-aware": _router("cache_aware"),
     "stock-priority": Peer(
         "vLLM with priorities by class, vllm-router power_of_two",
-        partial(_stock, "power_of_two", {"scheduling-policy": "priority"}),
+        partial(stock, "power_of_two", {"scheduling-policy": "priority"}),
         priorities=True,
     ),
     "stock-short-batches": Peer(
         "vLLM's own server, alone, with priorities by class and batches of 1,024 tokens",
-        partial(_stock, "", {"scheduling-policy": "priority", "max-num-batched-tokens": 1_024}),
+        partial(stock, "", {"scheduling-policy": "priority", "max-num-batched-tokens": 1_024}),
         priorities=True,
         reference="stock",
     ),
