@@ -41,20 +41,24 @@ from sluice.simulation.run import Result
 from sluice.simulation.settings import SLOS_SERVE_OUTPUTS, SLOS_SERVE_PROMPTS
 from sluice.simulation.workload import Workload, merged
 
-FCFS, BEFORE, AFTER = "FCFS", "Sluice, no sessions", "Sluice"
+FCFS, LLM_D, BEFORE, AFTER = "FCFS", "llm-d's queue", "Sluice, no sessions", "Sluice"
 
 
 class Contestant(NamedTuple):
-    """A system, and whether it gets to know which session a turn is of and what it calls."""
+    """A system, whether it gets to know which session a turn is of and what it calls, and how many
+    requests may be in flight for each replica while others wait in its router."""
 
     label: str
     system: System
     sessions: bool = True
+    in_flight: int = 0
 
 
+_STOCK = System("min_load", Contender("fcfs", "fcfs"))
 _SLUICE = System(ROUTER, DEFAULT, ADMISSION)
 CONTESTANTS = (
-    Contestant(FCFS, System("min_load", Contender("fcfs", "fcfs"))),
+    Contestant(FCFS, _STOCK),
+    Contestant(LLM_D, _STOCK, in_flight=16),
     Contestant(BEFORE, _SLUICE, sessions=False),
     Contestant(AFTER, _SLUICE),
 )
@@ -90,7 +94,8 @@ def anonymous(workload: Workload) -> Workload:
 def run(workload: Workload, by: Contestant, setup: Setup, replicas: int, seed: int) -> Result:
     """One run of a contestant."""
     known = workload if by.sessions else anonymous(workload)
-    return run_cluster(known, by.system, setup, colocated(replicas), seed).result
+    layout = colocated(replicas, in_flight=replicas * by.in_flight)
+    return run_cluster(known, by.system, setup, layout, seed).result
 
 
 GAPS = 0.3
