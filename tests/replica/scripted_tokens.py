@@ -1,5 +1,5 @@
 """vLLM's engine writes what the prompt's script says, in place of the noise of a model without
-training: its tool calls are in the format of :data:`TEMPLATE`."""
+training. The chat template marks its messages: ``\\x1e``, the role, ``\\x1f``, the text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from tests.router.scripted_model import DONE, next_call
-
-TEMPLATE = (
-    # What Sluice knows the format of the calls by: "arguments".
-    "{% if tools %}\x1etools\x1f<tool_call>{% endif %}"
-    "{% for message in messages %}\x1e{{ message['role'] }}\x1f"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] or [] %}{{ part['text'] }}\n{% endfor %}{% endif %}"
-    "{% endfor %}\x1eassistant\x1f{# arguments #}"
-)
 
 
 class Scripted(LogitsProcessor):
