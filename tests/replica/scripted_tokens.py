@@ -51,7 +51,7 @@ class Scripted(LogitsProcessor):
             elif role == "user":
                 asked.append(text)
                 results.append(0)
-        call = next_call(asked, results) if turns[0].startswith("tools") else None
+        call = next_call(asked, results) if "".join(turns[:1]).startswith("tools") else None
         text = DONE
         if call is not None:
             text = json.dumps({"name": call[0], "arguments": call[1]})
