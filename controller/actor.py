@@ -38,6 +38,7 @@ from sluice.controller.transport.checks import (
     LateNotices,
     Notices,
     RequestEndings,
+    TurnEnds,
     Uses,
     Waits,
     checked,
@@ -63,19 +64,18 @@ from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
+from sluice.scheduling.placement.loops import LoopPart, LoopPromises, LoopTurn, LoopTurnEnd
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import MAX_TOGETHER, Placer
 from sluice.scheduling.request.job import (
     DECLINED,
     INVALID_QUERY,
     STAYS,
-    Age,
     Id,
     Key,
     RouteDecision,
     RouteQuery,
 )
-from sluice.scheduling.request.stages import LoopStarts
 from sluice.scheduling.roles import Role
 from sluice.scheduling.tenancy.leaky_bucket import Bucket
 from sluice.telemetry.records import RecordLog
@@ -172,7 +172,7 @@ class Controller:
         self._quarantine = Quarantine(self._mirror, self._fleet)
         self._classes = RequestClasses()
         self._quotas = Quotas()
-        self._loops = LoopStarts()
+        self._loops = LoopPromises(config.promise_level)
         window_s = admission.window_s if admission is not None else 0.0
         self._server = RouteServer(self._route, self._read_report, clock, window_s)
         self._readings = Readings(
@@ -184,6 +184,7 @@ class Controller:
             self._calibration,
             self._promises,
             self._classes,
+            self._loops,
         )
         self._started_s = clock()
         self._log: RecordLog | None = None
@@ -272,28 +273,29 @@ class Controller:
         with self._counters.refusals():
             return self._quotas.share(checked("uses", uses, Uses), self._touch())
 
-    async def loop_age(self, key: int, age_s: float) -> float:
-        """Seconds since the tool loop ``key`` began, as far as any router has said; ``age_s`` is
-        since its first turn at the asking router. Raises ValueError: no key, or no age."""
+    async def loop_turn(self, turn: LoopTurn) -> LoopPart:
+        """A turn of a tool loop has arrived at a router: its part of the loop's deadline. Raises
+        ValueError: malformed."""
         with self._counters.refusals():
-            key, age_s = checked("key", key, Key), checked("age_s", age_s, Age)
-        now_s = self._touch()
-        return now_s - self._loops.started_s(key, now_s - age_s, now_s)
+            turn = checked("turn", turn, LoopTurn)
+        return self._loops.begin(turn, self._touch())
 
     async def sync(
         self,
         endings: Sequence[RequestEnding] = (),
         late: Sequence[LateNotice] = (),
         waits: Sequence[FirstTokenWait] = (),
+        turns: Sequence[LoopTurnEnd] = (),
     ) -> SyncReply:
-        """Take a router's endings and late notices since its last call. The reply names the
-        requests of ``waits`` that are predicted to miss their TTFT, and the replicas that leave.
-        Raises ValueError: malformed, or over a limit."""
+        """Take a router's endings, late notices and ended turns of loops since its last call. The
+        reply names the requests of ``waits`` that are predicted to miss their TTFT, and the
+        replicas that leave. Raises ValueError: malformed, or over a limit."""
         now_s = self._touch()
         with self._counters.refusals():
             endings = checked("endings", endings, RequestEndings)
             late = checked("late", late, LateNotices)
             waits = checked("waits", waits, Waits)
+            turns = checked("turns", turns, TurnEnds)
         self._recent.endings.note(endings)
         for notice in late:
             self._calibration.behind(*notice, now_s)
@@ -302,6 +304,9 @@ class Controller:
             if self._log is not None:
                 ended = {"ended": ending_shown(ending)}
                 self._log.write({"request_id": ending.request_id, "at_s": now_s, **ended})
+        for turn in turns:
+            self._loops.end(turn, now_s)
+        self._loops.expire(now_s)
         missing: tuple[int, ...] = ()
         if waits:
             has_cells = self._config.cells > 1

@@ -22,6 +22,7 @@ from sluice.controller.transport.channel import Endpoint, NoAnswerError, RouteCh
 from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
+    MAX_TURN_ENDS,
     FaultNotice,
     FirstTokenWait,
     LateNotice,
@@ -33,6 +34,7 @@ from sluice.protocol.messages import (
     SyncReply,
     fits,
 )
+from sluice.scheduling.placement.loops import LoopTurnEnd
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 # A process's link to the controller or observer: its handle, whether it answers, its repair.
@@ -418,6 +420,7 @@ class CellClient:
         self._faulted: list[FaultNotice] = []
         self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
         self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
+        self._turns: deque[LoopTurnEnd] = deque(maxlen=MAX_TURN_ENDS)
         self.leaving: tuple[str, ...] = ()
         """Its replicas that are drained or about to stop, as it last reported."""
         self._notice_task: asyncio.Task[None] | None = None
@@ -515,6 +518,10 @@ class CellClient:
         """A promised response is late."""
         self._late.append(notice)
 
+    def loop_ended(self, ended: LoopTurnEnd) -> None:
+        """A turn of a tool loop ended."""
+        self._turns.append(ended)
+
     def replica_gone(self, replica_id: str) -> None:
         """A replica left the application."""
         self._notice(self._gone, replica_id, "replica_gone")
@@ -579,17 +586,19 @@ class CellClient:
         missing: Callable[[Sequence[int]], None],
         answered: Callable[[], None],
     ) -> None:
-        endings, late = tuple(self._ended), tuple(self._late)
+        endings, late, turns = tuple(self._ended), tuple(self._late), tuple(self._turns)
         self._ended.clear()
         self._late.clear()
+        self._turns.clear()
         try:
             reply: SyncReply = await self.calls.call(
-                "sync", endings, late, waits, timeout_s=NOTICE_TIMEOUT_S
+                "sync", endings, late, waits, turns, timeout_s=NOTICE_TIMEOUT_S
             )
         except NoAnswerError:
-            # Endings are sent again with the next push, the latest MAX_ENDINGS of them. Late
+            # Endings are sent again with the next push, the latest of them. Late
             # notices are dropped: a late request is reported again by its ending.
             self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
+            self._turns = deque((*turns, *self._turns), maxlen=MAX_TURN_ENDS)
         except ValueError as error:
             _log.warning("the controller refused sync: %s", error)
         else:

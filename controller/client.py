@@ -34,6 +34,7 @@ from sluice.protocol.messages import (
 from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.cells import CellChoice, cell_of
+from sluice.scheduling.placement.loops import LoopPart, LoopTurn, LoopTurnEnd
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.roles import Role
 
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 LOOP_TIMEOUT_S = 0.25
-"""Longest wait for the age of a tool loop, seconds: a request waits for it."""
+"""Longest wait for a turn's part of its tool loop, seconds: a request waits for it."""
 
 SCRAPE_TIMEOUT_S = 2.0
 
@@ -172,12 +173,15 @@ class ControllerClient:
         levels = await self._first.calls.answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
         return levels
 
-    async def loop_age(self, key: int, age_s: float) -> float | None:
-        """How long ago a tool loop began over all routers, seconds, if its first turn here came
-        ``age_s`` ago; see :mod:`sluice.scheduling.request.stages`."""
-        age: float | None
-        age = await self._first.calls.answer("loop_age", key, age_s, timeout_s=LOOP_TIMEOUT_S)
-        return age
+    async def loop_turn(self, turn: LoopTurn) -> LoopPart | None:
+        """A turn of a tool loop has arrived here: its part of the loop's deadline."""
+        part: LoopPart | None
+        part = await self._first.calls.answer("loop_turn", turn, timeout_s=LOOP_TIMEOUT_S)
+        return part
+
+    def loop_ended(self, ended: LoopTurnEnd) -> None:
+        """A turn of a tool loop ended. Sent and bounded like an ending (:meth:`ended`)."""
+        self._first.loop_ended(ended)
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
         """The metrics of the whole application in Prometheus' text format, from the observer."""

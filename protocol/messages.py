@@ -225,6 +225,10 @@ class FirstTokenWait(NamedTuple):
     waited_s: Age
 
 
+MAX_TURN_ENDS = 1_024
+"""Most ended turns of tool loops in one call."""
+
+
 class FaultNotice(NamedTuple):
     """One failure of a replica that a router observed."""
 

@@ -42,7 +42,7 @@ from sluice.router.metrics.vllm_names import with_vllm_names
 from sluice.router.openapi import PATH, document
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
-from sluice.router.request.loop import LoopAge, LoopDeadlines
+from sluice.router.request.loop import LoopDeadlines, LoopService
 from sluice.router.request.prompt import output_to_expect
 from sluice.router.tenancy.limits import NO_CHARGE, RateLimiter, Share
 
@@ -57,7 +57,7 @@ def make_api(
     lifespan: Lifespan | None = None,
     unix_clock: Callable[[], float] = time.time,
     share: Share | None = None,
-    loop_age: LoopAge | None = None,
+    loop_service: LoopService | None = None,
     telemetry: Telemetry | None = None,
     admin_service: AdminService | None = None,
     shedder: Shedder | None = None,
@@ -78,7 +78,7 @@ def make_api(
         lifespan=lifespan,
     )
     telemetry = telemetry or Telemetry()
-    loops = LoopDeadlines(loop_age, fleets.clock)
+    loops = LoopDeadlines(loop_service, fleets.clock)
     calls = Calls(config, fleets, loops, limiter, telemetry)
     for path in INFERENCE_PATHS:
         # For its methods: the middleware has a POST served.
@@ -132,9 +132,6 @@ class Calls:
         try:
             call = await self.reader.read(request, endpoint)
             fleet = await fleets.find(call.model, call.client.caps.models, endpoint)
-            if call.loop is not None:
-                slo, loop = await self.loops.bounded(call.loop, call.slo, call.received_s)
-                call = replace(call, slo=slo, loop=loop)
             endpoints = request.scope["state"].get("endpoints")
             if endpoints is not None:
                 call = await fleet.dispatcher.restricted(call, endpoints)
@@ -143,6 +140,10 @@ class Calls:
                 prompt_tokens = fleet.dispatcher.estimator.estimate(call.prompt)
                 expected = output_to_expect(endpoint, call.output_tokens)
                 charge = self.limiter.reserve(call.client, prompt_tokens, expected)
+            if call.loop is not None:  # last: the response ends what begins here
+                turn = (call.loop, call.slo, call.client.tenant, call.received_s)
+                slo, loop = await self.loops.begin(*turn)
+                call = replace(call, slo=slo, loop=loop)
         except ApiError as error:
             fleets.edge.refused(endpoint, error.reason, arrival.client)
             telemetry.ended_early(arrival, endpoint, error.reason, span)

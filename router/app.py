@@ -145,7 +145,7 @@ class Router:
             page,
             lifespan,
             share=parts[0].client.share_quotas,
-            loop_age=parts[0].client.loop_age,
+            loop_service=parts[0].client,
             telemetry=Telemetry(telemetry.logs, tracer),
             admin_service=admin_service,
         )

@@ -20,6 +20,7 @@ from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.tenancy.tokens import MAX_ISSUERS, TokenIssuer, check_issuers
 from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, is_loopback
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
+from sluice.scheduling.placement.loops import IDLE_S
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO, TPOTAnchor
 
 # Configuration of files and batches: their storage and limits.
@@ -191,6 +192,28 @@ Origin = Annotated[
 """A browser's ``Origin`` header: no path, and no slash at the end."""
 
 
+class LoopTerms(BaseModel):
+    """A deadline for the tool loops of a class: the turns of one session, with those of its
+    sub-agents. An objective for each turn, from the end of the tool on, is `e2e_ms` of the
+    class."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    deadline_ms: float = Field(
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="Time from the arrival of the first turn to the end of the last answer, ms; "
+        "the time of tools counts.",
+    )
+    idle_ms: float = Field(
+        default=1000 * IDLE_S,
+        ge=1_000,
+        le=MAX_OBJECTIVE_MS,
+        description="A loop is over this long after its last answer, ms; a later turn of the "
+        "session begins another one. Longer than the longest tool.",
+    )
+
+
 class ServiceClass(BaseModel):
     """The SLO of a request of this class that states none itself."""
 
@@ -219,6 +242,9 @@ class ServiceClass(BaseModel):
         ge=MIN_OBJECTIVE_MS,
         le=MAX_OBJECTIVE_MS,
         description="Time to the last token, ms.",
+    )
+    loop: LoopTerms | None = Field(
+        default=None, description="A deadline for whole tool loops, that is for sessions."
     )
     priority: int = Field(
         default=1,

@@ -143,6 +143,10 @@ PROMISE_LEVEL_HEADER: Final = "x-sluice-promise-level"
 LOOP_REMAINING_HEADER: Final = "x-sluice-loop-remaining-ms"
 """Response to a turn of a tool loop: ms to the loop's deadline when the response's head is sent."""
 
+LOOP_ADMISSION_HEADER: Final = "x-sluice-loop-admission"
+"""Response to a turn of a tool loop: ``guaranteed`` if the loop is promised, else
+``best-effort``."""
+
 CLAMPED_HEADER: Final = "x-sluice-clamped"
 """Response: the values that the limits of the API key changed: ``priority=4, ttft_ms=500``."""
 

@@ -37,6 +37,7 @@ from sluice.simulation.config import (
     WhenUnattainable,
 )
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
+from sluice.simulation.loops import VirtualLoops
 from sluice.simulation.mirror import (
     PREFILL_KEYS,
     CellMirrors,
@@ -402,6 +403,7 @@ class Cluster:
         make_mirror: type[VirtualMirror] | type[CellMirrors]
         make_mirror = VirtualMirror if config.cells == 1 else CellMirrors
         self._mirror = make_mirror(config, routing, admission, requests.depths)
+        self.loops = VirtualLoops(requests, config.loops, config.promise_level)
         self._attempts: dict[int, int] = {}
         self._retried: dict[int, int] = {}
         # Time since which there has been no replica for a request.
@@ -465,12 +467,20 @@ class Cluster:
 
     def _enter(self, key: int) -> None:
         self._requests.predict(key)
+        self.loops.begin(key, self.events.now_s)
+        if self._loop_is_refused(key):
+            self._end(key, REFUSED)
+            return
         if self._programs is None:
             self._place(key)
             return
         turn = self._requests.arrivals[key].turn
         self._programs.join(key, 0 if turn is None else turn.program, self.events.now_s)
         self._place_next(self._programs)
+
+    def _loop_is_refused(self, key: int) -> bool:
+        part = self.loops.of(key)
+        return part is not None and part.promised is False and self._when(key) != "best_effort"
 
     def _place_next(self, programs: ProgramQueue) -> None:
         """Place what may leave the router's queue."""
@@ -564,7 +574,11 @@ class Cluster:
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
-        if self._requests.begun(key) or self._when(key) == "best_effort":
+        part = self.loops.of(key)
+        if part is not None and part.promised is False:
+            return frozenset({Tier.BEST_EFFORT})
+        goes_on = part is not None and part.promised and part.turns > 1
+        if goes_on or self._requests.begun(key) or self._when(key) == "best_effort":
             return frozenset(Tier)
         return frozenset({Tier.GUARANTEED})
 
@@ -620,6 +634,7 @@ class Cluster:
         self.migrations.end(key)
         if failure is not None:
             self._requests.failures[key] = failure
+        self.loops.end(key, self.events.now_s)
         self._mirror.ended(key, self._requests.whole_tokens(key))
         self._endings.ended(key)
         if self.scalers:
@@ -756,4 +771,5 @@ def simulate_cluster(
         drains_s=tuple(r.drained_s for r in run.replicas.started if r.drained_s is not None),
         starting_s=sum(scaler.started_s(end_s) for scaler in run.scalers),
         sizes=sizes,
+        loops=run.loops.ended(),
     )

@@ -11,6 +11,7 @@ from sluice.scheduling.autoscaling import AutoscalingPolicy
 from sluice.scheduling.autoscaling.role_shares import RoleShares
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.placement.cells import MAX_CELLS
+from sluice.scheduling.placement.loops import IDLE_S
 from sluice.scheduling.roles import Role
 
 Count = Annotated[int, Field(ge=1)]
@@ -62,6 +63,14 @@ class EngineConfig(_Config):
         return self.kv_blocks * self.block_tokens
 
 
+class LoopDeadline(_Config):
+    """The deadline of whole loops of a service class, and when one is over: see ``loop`` of a class
+    in the router's configuration."""
+
+    deadline_s: Interval
+    idle_s: Interval = IDLE_S
+
+
 WhenUnattainable = Literal["best_effort", "reject", "queue"]
 
 
@@ -89,6 +98,8 @@ class ClusterConfig(_Config):
     when_unattainable: dict[str, WhenUnattainable] = Field(default_factory=dict)
     """By service class, what happens to a request that no replica can promise; default: best
     effort."""
+    loops: dict[str, LoopDeadline] = Field(default_factory=dict)
+    """By service class, the deadline of its loops."""
     promise_level: Annotated[float, Field(gt=0, lt=1)] | None = 0.99
     """Target share of promises that are kept; ``None``: no margins."""
     push_interval_s: Interval = 1.0

@@ -144,6 +144,14 @@ class Requests:
         self.arrivals[key] = self.arrivals[key]._replace(arrival_s=now_s)
         self.rows[key, ARRIVAL] = now_s
 
+    def bound(self, key: int, e2e_s: float) -> None:
+        """A turn without stages is to end this long after its arrival, if not earlier."""
+        arrival = self.arrivals[key]
+        slo = replace(arrival.slo, e2e_s=min(e2e_s, arrival.slo.columns[2]))
+        self.arrivals[key] = arrival._replace(slo=slo)
+        self.slos[key] = self.stage_slos[self.first_stage[key]] = slo
+        self.rows[key, [TTFT, TPOT, E2E]] = slo.columns[:3]
+
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""
         arrival = self.arrivals[key]

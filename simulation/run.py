@@ -11,6 +11,7 @@ import numpy as np
 
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.placement.loops import LoopEnding
 from sluice.scheduling.placement.output_lengths import LengthPredictor
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
@@ -30,7 +31,7 @@ class Result:
     ``recomputed_tokens`` had been computed or cached, and lost; ``fallbacks``: steps left empty by
     the policy; ``dropped``: planned entries that could not run; ``moved``: placements after a
     failure; ``split``: KV taken over from a prefill replica; ``migrated``: streams; ``sizes``:
-    wanted replicas by role, empty where fixed."""
+    wanted replicas by role, empty where fixed; ``loops``: those with a deadline that ended."""
 
     requests: Requests
     end_s: float
@@ -52,6 +53,7 @@ class Result:
     drains_s: tuple[float, ...] = ()
     starting_s: float = 0.0
     sizes: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
+    loops: Mapping[LoopEnding, int] = field(default_factory=dict)
 
     @property
     def replica_s(self) -> float:

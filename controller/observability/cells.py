@@ -144,6 +144,7 @@ def _added(found: Sequence[Figures]) -> Figures:
         [age_s for each in found for age_s in each.ages_s],
         np.concatenate([each.pab_tokens for each in found]),
         np.concatenate([each.figures for each in found]),
+        loops=_sum(each.loops for each in found),
     )
 
 

@@ -19,6 +19,7 @@ from sluice.controller.observability.recent_decisions import DECISION_BUCKETS_S,
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.fleet import CONDITIONS
+from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.roles import ROLES
 
@@ -182,6 +183,16 @@ def _counted(figures: Figures, policy: str) -> Iterator[Metric]:
     for outcome, count in zip(("promised", "refused"), figures.retried, strict=True):
         retried.add_metric((outcome,), count)
     yield retried
+    loops = CounterMetricFamily(
+        "sluice_loops",
+        "Tool loops that ended, by whether they were promised and ended by their deadline.",
+        labels=("class", "admission", "outcome"),
+    )
+    for ending, count in figures.loops.items():
+        admission = Tier.GUARANTEED if ending.promised else Tier.BEST_EFFORT
+        outcome = "kept" if ending.kept else "missed"
+        loops.add_metric((ending.service_class, admission.value, outcome), count)
+    yield loops
 
 
 def _replicas(figures: Figures) -> Iterator[Metric]:

@@ -35,6 +35,7 @@ from sluice.scheduling.autoscaling.head_room import HeadRoomOptions
 from sluice.scheduling.autoscaling.load import Pressure
 from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.state import RUNNING, SUMMARY, WAITING
+from sluice.scheduling.placement.loops import LoopEnding
 from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import Objective
 from sluice.scheduling.roles import Role
@@ -48,9 +49,11 @@ def promise_summary(
     ended: Mapping[EndedPromise, int],
     overall: Reliable,
     replicas: Mapping[str, Reliable],
+    loops: Mapping[LoopEnding, int],
 ) -> dict[str, Any]:
     """A summary of the latest promises, ``O(promises + replicas)``. ``level`` is the target
-    share that is kept, ``margins`` the safety margin of each objective as a share of it."""
+    share that is kept, ``margins`` the safety margin of each objective as a share of it; ``loops``:
+    the tool loops that ended since the controller's start."""
     classes: Counter[tuple[str, bool]] = Counter()
     placed: Counter[tuple[str, bool]] = Counter()
     moved: Counter[bool] = Counter()
@@ -65,6 +68,11 @@ def promise_summary(
         "kept": sum(count for (_, kept), count in classes.items() if kept),
         "moved": sum(moved.values()),
         "moved_kept": moved[True],
+        "loops": {
+            "ended": sum(loops.values()),
+            "promised": sum(count for each, count in loops.items() if each.promised),
+            "kept": sum(count for each, count in loops.items() if each.promised and each.kept),
+        },
         "quantiles": list(QUANTILES),
         "reliability": _curve(overall),
         "classes": [
@@ -119,6 +127,7 @@ def overview(
             detail.promises,
             detail.reliability,
             {name: each.reliability for name, each in detail.replicas.items()},
+            detail.figures.loops,
         ),
         "pressure": [_pressure(role, each) for role, each in detail.pressure.items()],
         "replicas": [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from sluice.scheduling.autoscaling.load import Pressure
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.fleet import Condition, Fleet
 from sluice.scheduling.placement.calibration import Calibration
+from sluice.scheduling.placement.loops import LoopEnding, LoopPromises
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.kernels import PREFILL_TOKENS, Floats
 from sluice.scheduling.request.objective import Objective
@@ -47,7 +49,7 @@ class Figures(NamedTuple):
     ``pab_tokens`` (prefill admission budget, prompt tokens) is negative in overload and not
     finite where tokens cost nothing. ``figures`` is ``float64[replicas, FIGURES]``.
     ``startup_s`` is the predicted time of a first replica's start; ``None`` for a model that
-    always has replicas."""
+    always has replicas. ``loops`` are the tool loops that ended."""
 
     now_s: float
     counts: Counts
@@ -68,6 +70,7 @@ class Figures(NamedTuple):
     epoch: int = 0
     cold_starts: int = 0
     startup_s: float | None = None
+    loops: Mapping[LoopEnding, int] = MappingProxyType({})
 
 
 class Reliable(NamedTuple):
@@ -125,6 +128,7 @@ class Readings:
         calibration: Calibration,
         promises: PromiseLog,
         classes: RequestClasses,
+        loops: LoopPromises,
     ) -> None:
         self._counters = counters
         self._mirror = mirror
@@ -134,6 +138,7 @@ class Readings:
         self._calibration = calibration
         self._promises = promises
         self._classes = classes
+        self._loops = loops
         # The loads of each role at the start of each of the last periods.
         self._loads: deque[dict[Role, Load]] = deque(maxlen=PERIODS)
 
@@ -182,6 +187,7 @@ class Readings:
             self._mirror.epoch,
             0 if cold is None else cold.done,
             None if cold is None else cold.startup_s,
+            dict(self._loops.ended),
         )
 
     def _pab_tokens(self, rows: list[int], now_s: float) -> Floats:

@@ -20,6 +20,7 @@ import numpy as np
 from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
+    MAX_TURN_ENDS,
     MAX_USES,
     MAX_WAITS,
     FaultNotice,
@@ -36,6 +37,7 @@ from sluice.protocol.messages import (
 from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
 from sluice.scheduling.latency.model import MAX_SPREAD
+from sluice.scheduling.placement.loops import LoopTurnEnd
 from sluice.scheduling.request.job import MAX_NUMBER, Id, Key, RouteQuery
 from sluice.scheduling.request.kernels import Ints, compiled
 
@@ -155,6 +157,7 @@ Notices = Annotated[tuple[FaultNotice, ...], msgspec.Meta(max_length=MAX_KEYS)]
 RequestEndings = Annotated[tuple[RequestEnding, ...], msgspec.Meta(max_length=MAX_ENDINGS)]
 LateNotices = Annotated[tuple[LateNotice, ...], msgspec.Meta(max_length=MAX_ENDINGS)]
 Waits = Annotated[tuple[FirstTokenWait, ...], msgspec.Meta(max_length=MAX_WAITS)]
+TurnEnds = Annotated[tuple[LoopTurnEnd, ...], msgspec.Meta(max_length=MAX_TURN_ENDS)]
 Uses = Annotated[tuple[QuotaUse, ...], msgspec.Meta(max_length=MAX_USES)]
 """The arguments of actor calls."""
 

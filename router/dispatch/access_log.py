@@ -123,6 +123,12 @@ def _fields(
         times_s = {"predicted_ttft_ms": decision.predicted_ttft_s, **times_s}
     for name, time_s in times_s.items():
         fields[name] = None if time_s is None else round(time_s * 1000, 3)
+    if call.loop is not None and call.loop.turns:
+        fields |= {
+            "loop_turn": call.loop.turns,
+            "loop_promised": bool(call.loop.promised),
+            "loop_left_ms": round((call.loop.due_s - figures.ended_s) * 1000, 3),
+        }
     fields |= {
         "attained": not figures.missed if slo.stated else None,
         "prompt_tokens": figures.prompt,

@@ -21,6 +21,7 @@ from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import AdmissionMetrics, Fallback, RouterMetrics
 from sluice.router.request.call import Call
+from sluice.router.request.loop import Loop
 from sluice.router.request.prompt import TokenEstimator
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.router.serve.hint import START_WAIT_S
@@ -355,6 +356,9 @@ _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
 _BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
 
 
+LOOP_RETRY_S = 10.0
+"""When to try again to begin a loop that cannot be promised, seconds."""
+
 FULL_FOR_S = 5.0
 """Longest time for which one decision marks a class as out of capacity, seconds."""
 
@@ -525,8 +529,15 @@ class PlacementClient:
         self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
     ) -> RouteDecision | None:
         """The decision, after the class's queue if any. Raises ApiError: 429; full, or too long."""
-        slo = call.slo
-        if call.best_effort:
+        slo, loop = call.slo, call.loop
+        best_effort = call.best_effort
+        if loop is not None:
+            if loop.promised is False and slo.service_class in self._promised_only:
+                raise _loop_refusal(slo.service_class, loop)
+            best_effort = best_effort or loop.promised is False
+            # A promised loop is not refused in its midst.
+            begun = begun or loop.goes_on
+        if best_effort:
             tiers = _BEST_EFFORT_ONLY
         # Without an SLO there is nothing to promise, whatever the class demands.
         elif not begun and slo.stated and slo.service_class in self._promised_only:
@@ -620,6 +631,15 @@ def _within(call: Call, failed: Sequence[str], decision: RouteDecision) -> Route
     left = [name for name in call.only if name not in map(replica_of, failed)]
     replica_id = random.choice(left or list(call.only))
     return decision._replace(replica_id=replica_id, role=call.only[replica_id])
+
+
+def _loop_refusal(service_class: str, loop: Loop) -> ApiError:
+    return ApiError(
+        Reason.SLO_UNATTAINABLE,
+        f"A tool loop of class {service_class} needs up to {loop.needs_s or 0.0:.1f} seconds now, "
+        f"and its deadline is {loop.deadline_s:g} seconds; the class does not allow best effort.",
+        retry_after_s=LOOP_RETRY_S,
+    )
 
 
 def _refusal(call: Call, decision: RouteDecision) -> ApiError:

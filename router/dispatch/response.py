@@ -204,6 +204,9 @@ class CallResponse(Response):
                 self._dispatcher.close(answer)
             error = self._error.reason if self._error is not None else None
             self._dispatcher.ended(call, self._clock, outcome, error, answer, self._telemetry)
+            if call.loop is not None:
+                promised = answer is not None and answer.promises > 0
+                call.loop.end(call.received_s, outcome.answered, promised)
             if call.charge is not NO_CHARGE:
                 head, tail = (None, None) if answer is None else (answer.head, answer.tail)
                 streams, choices = call.body.get("stream"), call.body.get("n") or 1
@@ -340,6 +343,10 @@ class CallResponse(Response):
         if call.loop is not None:
             left_s = max(0.0, call.loop.due_s - self._dispatcher.clock())
             headers[wire.LOOP_REMAINING_HEADER] = f"{left_s * 1000:.1f}"
+            # Of a later turn it is known.
+            begun = call.loop.goes_on or (answer is not None and answer.tier is Tier.GUARANTEED)
+            loop_tier = Tier.GUARANTEED if call.loop.promised and begun else Tier.BEST_EFFORT
+            headers[wire.LOOP_ADMISSION_HEADER] = loop_tier.value
         if answer is None:
             return headers
         head, decision = answer.head, answer.decision

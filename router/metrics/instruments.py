@@ -60,6 +60,13 @@ class Outcome(enum.StrEnum):
     FAILED = "failed"  # a failure of a replica or the router: a 5xx, or an error event in a stream
     CANCELLED = "cancelled"  # the client left
 
+    @property
+    def answered(self) -> bool | None:
+        """``None`` if that was not up to the server."""
+        if self in (Outcome.CANCELLED, Outcome.CLIENT_ERROR):
+            return None
+        return self is Outcome.OK
+
     @classmethod
     def of_status(cls, status: int) -> Outcome:
         """The outcome of a request that was answered with this status."""

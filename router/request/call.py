@@ -19,7 +19,7 @@ from sluice.router.errors import invalid, shown
 from sluice.router.request.arrival import Arrival
 from sluice.router.request.body import parse_object, read_body
 from sluice.router.request.form import read_speech
-from sluice.router.request.loop import Loop, loop_of
+from sluice.router.request.loop import Loop, loop_in, loop_of
 from sluice.router.request.prompt import (
     PromptSize,
     TokenLimits,
@@ -143,6 +143,8 @@ class CallReader:
         self._max_body_bytes = config.max_body_bytes
         self._objectives = SloReader(config)
         self._sessions = SessionReader(config.sessions.headers)
+        classes = config.classes.items()
+        self._loops = {name: each.loop for name, each in classes if each.loop is not None}
         self._tokens = TokenLimits(config)
         self._fetch_media = config.fetch_media
         self._structured_output = config.structured_output
@@ -200,12 +202,12 @@ class CallReader:
         if None in body.values():  # the default, in every field of every API
             body = {name: value for name, value in body.items() if value is not None}
         sent = dict(headers)
-        slo, clamped, tier, loop = _UNSCHEDULED_SLO, _UNCHANGED, None, None
+        slo, clamped, tier, stated = _UNSCHEDULED_SLO, _UNCHANGED, None, None
         turn, session, affinity, expected_tokens, ttl_s = None, "", 0, 0, inf
         if endpoint not in UNSCHEDULED:
             if _TTL_HEADER in sent:
                 ttl_s = queue_ttl_s(headers)
-            slo, clamped, loop, expected_tokens = self._objectives.read(
+            slo, clamped, stated, expected_tokens = self._objectives.read(
                 body, headers, client.caps, endpoint
             )
             if body.get(wire.SERVICE_TIER_FIELD) is not None:
@@ -214,10 +216,18 @@ class CallReader:
         known = self._sessions
         # Most requests name no session, and no agent calls without tools.
         names_none = known.headers.isdisjoint(sent) and known.fields.isdisjoint(body)
-        if not names_none or body.get("tools") or loop is not None:
-            turn, session, affinity = known.read(endpoint, body, headers, client.owner)
+        loop_session = 0
+        if not names_none or body.get("tools") or stated is not None:
+            found = known.read(endpoint, body, headers, client.owner)
+            turn, session, affinity = found
+            loop_session = found.loop
         if expected_tokens:
             turn = (turn or Turn())._replace(expected_tokens=expected_tokens)
+        loop: Loop | None = None
+        if stated is not None:
+            loop = loop_of(stated, client.owner, self._loops.get(slo.service_class))
+        elif loop_session and slo.service_class in self._loops:
+            loop = loop_in(slo.service_class, self._loops[slo.service_class], loop_session)
         if not (self._structured_output and client.caps.structured_output):
             refuse_structured(body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
@@ -239,6 +249,6 @@ class CallReader:
             clamped={**clamped, **shortened} if shortened else clamped,
             client_request_id=arrival.client_request_id,
             service_tier=tier,
-            loop=None if loop is None else loop_of(loop, client.owner),
+            loop=loop,
             queue_ttl_s=ttl_s,
         )

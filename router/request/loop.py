@@ -1,20 +1,28 @@
-"""The tool loop (``slo.loop``) that a request is a turn of. A loop's turns share a deadline, which
-counts from the arrival of the first of them at any router."""
+"""The tool loop that a request is a turn of: the client's (``slo.loop``), or that of its session in
+a class with a deadline for loops. The turns share a deadline, which counts from the arrival of the
+first of them at any router."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
 from sluice.router import wire
+from sluice.router.config import LoopTerms
 from sluice.router.errors import invalid, shown
 from sluice.router.request.session import MAX_SESSION_CHARACTERS, hash_of
 from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.scheduling.placement.loops import (
+    IDLE_S,
+    LoopPart,
+    LoopPromises,
+    LoopTurn,
+    LoopTurnEnd,
+)
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.request.stages import LoopStarts
 
 FIELD = f"{wire.SLO_FIELD}.{wire.LOOP}"
 DEADLINE_FIELD = f"{FIELD}.{LOOP_DEADLINE}"
@@ -28,12 +36,30 @@ class StatedLoop(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A turn's loop. ``key``: 63-bit hash of owner and id. ``deadline_s``: from first turn to last
-    end. ``due_s``: on the router's clock; infinite until the start is known."""
+    """A turn's loop. ``key``: a hash of 63 bits. ``deadline_s``: from the first turn to the last
+    end. The rest is known once the turn has begun: ``due_s`` on the router's clock; ``turns``: with
+    this one; ``promised``: whether the loop is, ``None``: too little is known of such loops;
+    ``needs_s``: what they need."""
 
     key: int
     deadline_s: float
+    idle_s: float = IDLE_S
+    stated: bool = False
     due_s: float = inf
+    turns: int = 0
+    promised: bool | None = None
+    needs_s: float | None = None
+    deadlines: LoopDeadlines | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this is a later turn of a promised loop."""
+        return self.turns > 1 and bool(self.promised)
+
+    def end(self, received_s: float, answered: bool | None, promised: bool) -> None:
+        """The turn that came at ``received_s`` ends now; the rest as in ``LoopTurnEnd``."""
+        if self.deadlines is not None:
+            self.deadlines.end(self, received_s, answered, promised)
 
 
 def read_loop(value: Any) -> StatedLoop | None:
@@ -60,33 +86,68 @@ def read_loop(value: Any) -> StatedLoop | None:
     return StatedLoop(name, float(deadline_ms))
 
 
-def loop_of(stated: StatedLoop, owner: str) -> Loop:
-    """The loop of a request. Loops of different owners are distinct, even with the same id."""
-    return Loop(hash_of(f"{owner}\n{stated.id}", b"sluice-loop"), stated.deadline_ms / 1000)
+def loop_of(stated: StatedLoop, owner: str, terms: LoopTerms | None) -> Loop:
+    """A client's loop, in a class with these terms. Loops of different owners are distinct, even
+    with the same id."""
+    key = hash_of(f"{owner}\n{stated.id}", b"sluice-loop")
+    idle_s = IDLE_S if terms is None else terms.idle_ms / 1000
+    return Loop(key, stated.deadline_ms / 1000, idle_s, stated=True)
 
 
-LoopAge = Callable[[int, float], Awaitable[float | None]]
-"""How long ago a loop began at any router, seconds; ``None``: the controller is silent."""
+def loop_in(service_class: str, terms: LoopTerms, session: int) -> Loop:
+    """The loop of a session's turns in a class with these terms."""
+    key = hash_of(f"{service_class}\n{session}", b"sluice-loop")
+    return Loop(key, terms.deadline_ms / 1000, terms.idle_ms / 1000)
+
+
+class LoopService(Protocol):
+    """The part of the controller's client that loops need."""
+
+    async def loop_turn(self, turn: LoopTurn) -> LoopPart | None:
+        """A turn has arrived. ``None``: the controller does not answer."""
+
+    def loop_ended(self, ended: LoopTurnEnd) -> None:
+        """A turn has ended. Returns at once."""
 
 
 class LoopDeadlines:
-    """Bounds the turns of loops; one per router process. It remembers loops, too: a restarted
-    controller learns them from its routers, and without a controller a loop begins with its first
-    turn here."""
+    """The turns of loops at this router; one per router process. It remembers loops, too: a
+    restarted controller learns them from its routers, and without a controller a loop begins with
+    its first turn here, and nothing of it is promised."""
 
-    def __init__(self, ask: LoopAge | None, clock: Callable[[], float]) -> None:
-        self._ask = ask
+    def __init__(self, service: LoopService | None, clock: Callable[[], float]) -> None:
+        self._service = service
         self._clock = clock
-        self._starts = LoopStarts()
+        self._here = LoopPromises()
 
-    async def bounded(self, loop: Loop, slo: SLO, received_s: float) -> tuple[SLO, Loop]:
+    async def begin(self, loop: Loop, slo: SLO, tenant: int, received_s: float) -> tuple[SLO, Loop]:
         """A turn's objective within its loop, and the loop; after its deadline, the shortest."""
         now_s = self._clock()
-        start_s = self._starts.started_s(loop.key, received_s, now_s)
-        age_s = None if self._ask is None else await self._ask(loop.key, now_s - start_s)
-        if age_s is not None:
-            now_s = self._clock()
-            start_s = self._starts.started_s(loop.key, now_s - age_s, now_s)
-        due_s = start_s + loop.deadline_s
-        left_s = max(due_s - received_s, MIN_OBJECTIVE_MS / 1000)
-        return structs.replace(slo, e2e_s=min(left_s, slo.columns[2])), loop._replace(due_s=due_s)
+        waited_s = now_s - received_s
+        name, terms = slo.service_class, (loop.deadline_s, loop.idle_s)
+        turn = LoopTurn(loop.key, name, tenant, *terms, waited_s, stated=loop.stated)
+        part = self._here.begin(turn, now_s)
+        if self._service is not None:
+            turn = turn._replace(age_s=part.age_s, turns=part.turns - 1, promised=part.promised)
+            found = await self._service.loop_turn(turn)
+            if found is not None:
+                part, now_s = found, self._clock()
+                self._here.known(loop.key, part, now_s)
+        part_s = max(part.part_s, MIN_OBJECTIVE_MS / 1000)
+        found_loop = loop._replace(
+            due_s=now_s - part.age_s + loop.deadline_s,
+            turns=part.turns,
+            promised=part.promised,
+            needs_s=part.needs_s,
+            deadlines=self,
+        )
+        return structs.replace(slo, e2e_s=min(part_s, slo.columns[2])), found_loop
+
+    def end(self, loop: Loop, received_s: float, answered: bool | None, promised: bool) -> None:
+        """See :meth:`Loop.end`."""
+        now_s = self._clock()
+        age_s = max(0.0, now_s - loop.due_s + loop.deadline_s)
+        ended = LoopTurnEnd(loop.key, age_s, max(0.0, now_s - received_s), answered, promised)
+        self._here.end(ended, now_s)
+        if self._service is not None:
+            self._service.loop_ended(ended)

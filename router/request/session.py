@@ -57,6 +57,8 @@ SESSION_FIELDS: Final = (
 )
 """The names of sessions in order of precedence, all headers before all fields."""
 
+_SHARED: Final = {each.name for each in (*SESSION_HEADERS, *SESSION_FIELDS) if each.shared}
+
 CALL: Final = "tool_call"
 """What the answer names where the first tool call identifies the conversation."""
 
@@ -76,6 +78,14 @@ class Recognised(NamedTuple):
     turn: Turn | None = None
     header: str = ""
     affinity: int = 0
+
+    @property
+    def loop(self) -> int:
+        """The session whose tool loop it is in, of a sub-agent its parent's; 0: unknown."""
+        if self.turn is None or not self.turn.session:
+            return 0
+        shared = self.header.partition("=")[0] in _SHARED
+        return self.turn.session if shared else self.turn.program
 
 
 class SessionReader:

@@ -37,6 +37,7 @@ from sluice.protocol.messages import (
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW, SUMMARY
+from sluice.scheduling.placement.loops import LoopTurn, LoopTurnEnd
 from sluice.scheduling.request.job import INVALID_QUERY, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
@@ -119,6 +120,7 @@ PUSH = MetricsPush("router-1", 1, 1, (SAMPLE,))
 USE = QuotaUse("acme", 1.0, 2.0, 3.0)
 ENDING = RequestEnding("a", "ok", ("ttft",), 3, 0.1, 0.02, 0.3, "x", judged_s=(0.1, 0.02, 0.3))
 LATE = LateNotice("a", 0.3, 0.1)
+TURN_END = LoopTurnEnd(5, 3.0, 1.0, True, True)
 WAIT = FirstTokenWait(1, "a", 1.0, 0.5)
 STAGED = SLO.of_stages((Stage(0.5, 0.1, tokens=20), Stage(0.2, 0.05, 9.0)))
 NOTICE = FaultNotice("a", ReplicaFault.FAILED)
@@ -132,8 +134,8 @@ CALLS: dict[str, Callable[[ObservedController], tuple[Any, ...]]] = {
     "replica_gone": lambda _: (["c", "d"],),
     "faulted": lambda _: (7, [NOTICE]),
     "share_quotas": lambda _: ([USE],),
-    "loop_age": lambda _: (5, 2.0),
-    "push_metrics": lambda _: (PUSH, [ENDING], [LATE], [WAIT]),
+    "loop_turn": lambda _: (LoopTurn(5, "agent", 7, 60.0, 10.0, 0.5, 2.0, 1, True),),
+    "push_metrics": lambda _: (PUSH, [ENDING], [LATE], [WAIT], [TURN_END]),
     "load": lambda _: (None,),
     "decisions": lambda _: (3,),
     "drain": lambda _: ("c", False),

@@ -28,6 +28,7 @@ from sluice.scheduling.fleet.local_orders import ARRIVAL
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
+from sluice.scheduling.placement.loops import LoopTurnEnd
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
@@ -48,9 +49,10 @@ class ObservedController(Controller):
         endings: Sequence[RequestEnding] = (),
         late: Sequence[LateNotice] = (),
         waits: Sequence[FirstTokenWait] = (),
+        turns: Sequence[LoopTurnEnd] = (),
     ) -> SyncReply:
         """What a router sends once a second."""
-        reply = await self.sync(endings, late, waits)
+        reply = await self.sync(endings, late, waits, turns)
         await self.observer.push_metrics(push)
         return reply
 

@@ -27,6 +27,7 @@ from sluice.controller.state.promises import (
 )
 from sluice.protocol.messages import RequestEnding
 from sluice.scheduling.placement.calibration import PRIOR
+from sluice.scheduling.placement.loops import LoopEnding
 from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, ObservedController, hello, newer_push, query
@@ -271,6 +272,13 @@ def end(log: PromiseLog, number: int, now_s: float = 0.0, **more: Any) -> None:
     log.ended(OK._replace(request_id=f"{number:032x}", **more), now_s)
 
 
+LOOPS = {
+    LoopEnding("code", promised=True, kept=True): 5,
+    LoopEnding("chat", promised=True, kept=False): 1,
+    LoopEnding("code", promised=False, kept=True): 3,
+}
+
+
 def told(log: PromiseLog, *known: str, now_s: float = 0.0) -> dict[str, Any]:
     found = promise_summary(
         0.99,
@@ -278,6 +286,7 @@ def told(log: PromiseLog, *known: str, now_s: float = 0.0) -> dict[str, Any]:
         log.ended_lately(now_s),
         reliable(log.curve()),
         {name: reliable(log.curve(name)) for name in known},
+        LOOPS,
     )
     return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
 
@@ -296,6 +305,7 @@ def test_promises_are_told_by_class_and_replica() -> None:
         {"class": "chat", "promised": 20, "kept": 19},
         {"class": "code", "promised": 20, "kept": 20},
     ]
+    assert found["loops"] == {"ended": 9, "promised": 6, "kept": 5}
     rows = [(row["replica_id"], row["promised"], row["kept"]) for row in found["replicas"]]
     assert rows == [("a", 30, 30), ("b", 10, 9), ("new", 0, 0)]
 

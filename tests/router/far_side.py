@@ -38,7 +38,7 @@ from sluice.router.errors import Reason
 from sluice.router.ingress.middleware import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.loop import LoopAge
+from sluice.router.request.loop import LoopService
 from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
@@ -445,7 +445,7 @@ class Edge:
         unix_clock: Callable[[], float] = time.time,
         telemetry: Telemetry | None = None,
         admin_service: AdminService | None = None,
-        loop_age: LoopAge | None = None,
+        loop_service: LoopService | None = None,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -470,7 +470,7 @@ class Edge:
             unix_clock=unix_clock,
             telemetry=telemetry,
             admin_service=admin_service,
-            loop_age=loop_age,
+            loop_service=loop_service,
             shedder=self.shedder,
             pause=clock.pause if clock else asyncio.sleep,
         )

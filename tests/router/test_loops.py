@@ -16,6 +16,8 @@ from sluice.router.errors import ApiError
 from sluice.router.request.loop import loop_of
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
+from sluice.scheduling.placement.loops import LoopPart, LoopTurn, LoopTurnEnd
+from sluice.scheduling.request.job import RouteDecision, Tier
 from tests.router.far_side import CHAT_BODY, Clock, Edge, FarController, FarSide, serve
 from tests.router.test_admission import guaranteed
 
@@ -28,13 +30,14 @@ class Routers:
 
     def __init__(self) -> None:
         self.clock = Clock()
+        self.ended: list[LoopTurnEnd] = []
         self.controller: Controller | None = None
         self.edges = [
             Edge(
                 FarSide(a=self._serve),
                 FarController(guaranteed()),
                 clock=self.clock,
-                loop_age=self._age,
+                loop_service=self,
             )
             for _ in range(2)
         ]
@@ -42,10 +45,11 @@ class Routers:
     def restart(self) -> None:
         self.controller = Controller(ControllerConfig(), self.clock)
 
-    async def _age(self, key: int, age_s: float) -> float | None:
-        if self.controller is None:
-            return None
-        return await self.controller.loop_age(key, age_s)
+    async def loop_turn(self, turn: LoopTurn) -> LoopPart | None:
+        return None if self.controller is None else await self.controller.loop_turn(turn)
+
+    def loop_ended(self, ended: LoopTurnEnd) -> None:
+        self.ended.append(ended)
 
     async def _serve(
         self, side: FarSide, name: str, request: EngineRequest
@@ -117,9 +121,140 @@ async def test_without_a_controller_each_router_counts_by_what_it_has_seen() -> 
     assert (await routers.turn(1, 30.0))[0] == 60.0
 
 
+CLASSES = {
+    "agent": {"loop": {"deadline_ms": 60_000, "idle_ms": 10_000}},
+    "strict": {"loop": {"deadline_ms": 60_000}, "when_unattainable": "reject"},
+    "chat": {"ttft_ms": 500},
+}
+CONFIG = RouterConfig.model_validate({"classes": CLASSES, "default_class": "agent"})
+
+
+class OneRouter:
+    """A router with classes of loops, and what its controller says of each turn."""
+
+    def __init__(self, tier: Tier | None = Tier.GUARANTEED) -> None:
+        self.clock = Clock()
+        self.turns: list[LoopTurn] = []
+        self.ended: list[LoopTurnEnd] = []
+        self.part = LoopPart(0.0, 1, 20.0, True, 30.0)
+        decision = guaranteed() if tier is Tier.GUARANTEED else RouteDecision("a", "placed", tier)
+        self.edge = Edge(
+            FarSide(a=serve),
+            FarController(decision),
+            CONFIG,
+            clock=self.clock,
+            loop_service=self,
+        )
+
+    async def loop_turn(self, turn: LoopTurn) -> LoopPart | None:
+        self.turns.append(turn)
+        return self.part
+
+    def loop_ended(self, ended: LoopTurnEnd) -> None:
+        self.ended.append(ended)
+
+    async def turn(
+        self, session: str | None = "s1", name: str | None = None, **slo: Any
+    ) -> httpx.Response:
+        body = {**CHAT_BODY, "slo": {**slo, **({"class": name} if name else {})}}
+        headers = {"x-sluice-session": session} if session else {}
+        async with self.edge.client() as client:
+            return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_the_turns_of_a_session_are_a_loop_of_their_class() -> None:
+    router = OneRouter()
+    answer = await router.turn()
+    assert answer.headers["x-sluice-loop-admission"] == "guaranteed"
+    assert answer.headers["x-sluice-loop-remaining-ms"] == "60000.0"
+    assert answer.headers["x-sluice-promised-e2e-ms"] == "20000.0"
+    (turn,) = router.turns
+    assert (turn.service_class, turn.deadline_s, turn.idle_s) == ("agent", 60.0, 10.0)
+    assert (turn.age_s, turn.turns, turn.promised, turn.stated) == (0.0, 0, None, False)
+    (ended,) = router.ended
+    assert ended == LoopTurnEnd(turn.key, 0.0, 0.0, True, True)
+    await router.turn("s2")
+    assert router.turns[1].key != turn.key
+    await router.turn("s1", "strict")
+    assert router.turns[2].key != turn.key, "a loop has one class"
+    # Without a session, and in a class without loops, there is none.
+    for answer in (await router.turn(None), await router.turn("s1", "chat")):
+        assert "x-sluice-loop-remaining-ms" not in answer.headers
+    assert len(router.turns) == len(router.ended) == 3
+
+
+async def test_the_loop_that_a_body_states_goes_before_its_class() -> None:
+    router = OneRouter()
+    await router.turn(loop=LOOP | {"deadline_ms": 9_000})
+    (turn,) = router.turns
+    assert (turn.deadline_s, turn.idle_s, turn.stated) == (9.0, 10.0, True)
+
+
+async def test_a_router_tells_what_it_knows_of_a_loop() -> None:
+    router = OneRouter()
+    router.part = LoopPart(7.0, 4, 5.0, True, 30.0)
+    await router.turn()
+    router.clock.now_s += 2.0
+    await router.turn()
+    turn = router.turns[1]
+    assert (turn.age_s, turn.turns, turn.promised) == (9.0, 4, True)
+
+
+async def test_a_turns_log_line_says_what_is_left_of_its_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router = OneRouter()
+    router.part = LoopPart(62.5, 4, 5.0, True, 30.0)
+    with caplog.at_level("INFO", "sluice.router"):
+        await router.turn()
+        await router.turn(None)
+    first, second = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert (first["loop_turn"], first["loop_promised"], first["loop_left_ms"]) == (4, True, -2500)
+    assert "loop_turn" not in second
+
+
+async def test_the_turns_of_a_loop_that_cannot_be_promised_are_best_effort() -> None:
+    router = OneRouter(Tier.BEST_EFFORT)
+    router.part = LoopPart(0.0, 1, 60.0, False, 90.0)
+    answer = await router.turn()
+    assert answer.headers["x-sluice-loop-admission"] == "best-effort"
+    assert router.edge.controller.queries[-1].tiers == {Tier.BEST_EFFORT}
+    assert router.ended[0].promised is False
+
+
+async def test_a_class_that_rejects_refuses_a_loop_that_cannot_be_promised() -> None:
+    router = OneRouter()
+    router.part = LoopPart(0.0, 1, 60.0, False, 90.0)
+    answer = await router.turn(name="strict")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "10")
+    error = answer.json()["error"]
+    assert error["code"] == "slo_unattainable"
+    assert "needs up to 90.0 seconds now, and its deadline is 60 seconds" in error["message"]
+    assert not router.edge.controller.queries
+    assert router.ended[0].answered is False
+
+
+async def test_a_promised_loop_is_not_refused_in_its_midst() -> None:
+    router = OneRouter()
+    await router.turn(name="strict")
+    assert router.edge.controller.queries[-1].tiers == {Tier.GUARANTEED}
+    router.part = LoopPart(5.0, 2, 20.0, True, 30.0)
+    await router.turn(name="strict")
+    assert router.edge.controller.queries[-1].tiers == frozenset(Tier)
+
+
+async def test_a_first_turn_without_a_promise_leaves_its_loop_without_one() -> None:
+    router = OneRouter(Tier.BEST_EFFORT)
+    answer = await router.turn()
+    assert answer.headers["x-sluice-loop-admission"] == "best-effort"
+    assert router.ended[0].promised is False
+    await router.turn()
+    assert router.turns[1].promised is False
+
+
 def test_loops_of_different_owners_are_distinct() -> None:
     stated = READER.read({"slo": {"loop": LOOP}}, []).loop
-    loops = [loop_of(stated, owner) for owner in ("acme", "acme", "other")]
+    loops = [loop_of(stated, owner, None) for owner in ("acme", "acme", "other")]
     assert loops[0] == loops[1] != loops[2]
 
 

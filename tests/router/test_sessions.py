@@ -181,6 +181,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own_and_works_for_its_session(
     parent = turn_of({}, *root.items())
     assert child is not None
     assert child.program == parent.program == parent.session == affinity
+    assert recognised({}, *headers.items()).loop == parent.session
     assert child.session not in (0, parent.session)
     assert [each.partition("=")[0] for each in names.split(", ")] == said
 
@@ -207,6 +208,8 @@ def test_a_shared_name_is_no_conversation(body: dict[str, Any], headers: Any) ->
     ]
     assert loops[0].program == loops[1].program == turn.program
     assert loops[0].session != loops[1].session
+    one = {**body, "tools": TOOLS, "messages": [ASK, drawn("1")]}
+    assert [recognised(each, *headers).loop for each in (body, one)] == [0, loops[0].session]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ const NAMES = { ttft: "TTFT", tpot: "TPOT", e2e: "end to end" };
 
 /** Show them for each model with ended promises; `manyModels`: each below its name. */
 export function showPromises(up, manyModels) {
-  const shown = up.filter(([, { calibration }]) => calibration.promised || calibration.reliability.count);
+  const shown = up.filter(([, { calibration }]) => calibration.promised || calibration.reliability.count || calibration.loops.ended);
   by("no-promises").hidden = shown.length > 0;
   by("promises").replaceChildren(
     ...shown.map(([name, { calibration }]) =>
@@ -21,11 +21,12 @@ export function byForecast({ count: checked, observed }, quantiles) {
   return checked ? [0.5, 0.9, 0.99].map((quantile) => share(observed[quantiles.indexOf(quantile)])).join(" · ") : null;
 }
 
-function facts({ margins, moved, moved_kept: kept, reliability, quantiles }) {
+function facts({ margins, moved, moved_kept: kept, loops, reliability, quantiles }) {
   const checked = byForecast(reliability, quantiles);
   return pairs([
     ...Object.entries(margins).map(([name, margin]) => [`Largest margin of ${NAMES[name] ?? name}`, share(margin)]),
     ...(moved ? [["Promises that moved, and were kept", `${count(moved)} · ${count(kept)}`]] : []),
+    ...(loops.ended ? [["Tool loops · promised · kept", `${count(loops.ended)} · ${count(loops.promised)} · ${count(loops.kept)}`]] : []),
     ...(checked ? [["First tokens by forecast p50 · p90 · p99", checked]] : []),
   ]);
 }
