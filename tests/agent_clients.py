@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.documents import ROOT, marked
 from tests.router.scripted_model import asking
 
 PROOF = "proof"
@@ -19,8 +21,9 @@ PROOF = "proof"
 
 class AgentClient(NamedTuple):
     """``shell``, ``agent``: names of its tools, and of the argument that each needs, with others
-    that it must have. ``files``: its settings, below its home; ``<url>`` stands
-    for Sluice's. ``named``: it says which session a request is of."""
+    that it must have. The document says how it is pointed at Sluice, by variables or in
+    ``settings_file`` below its home; ``variables`` and ``files`` keep it quiet. ``named``: it says
+    which session a request is of."""
 
     command: str
     package: str
@@ -29,6 +32,7 @@ class AgentClient(NamedTuple):
     agent: tuple[str, str, Mapping[str, Any]]
     variables: Mapping[str, str]
     files: Mapping[str, str] = {}
+    settings_file: str = ""
     named: bool = True
 
     def prompt(self) -> str:
@@ -50,48 +54,32 @@ class AgentClient(NamedTuple):
             pytest.skip(f"{self.command} is not installed: npm install -g {self.package}")
         home, work = folder / "home", folder / "work"
         work.mkdir(parents=True)
-        for name, text in self.files.items():
+        files = dict(self.files)
+        if self.settings_file:
+            files[self.settings_file] = self._documented(url)
+        for name, text in files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
-            (home / name).write_text(text.replace("<url>", url))
+            (home / name).write_text(text)
         path = {"PATH": os.environ["PATH"], "HOME": str(home)}
         how = {"cwd": work, "env": path | self.settings(url)}
         return [found, *self.words, self.prompt()], how
 
     def settings(self, url: str) -> dict[str, str]:
-        return {name: value.replace("<url>", url) for name, value in self.variables.items()}
+        exports = re.findall(r"^export (\w+)=(.*)$", self._documented(url), re.MULTILINE)
+        return {**self.variables, **dict(exports)}
+
+    def _documented(self, url: str) -> str:
+        (block,) = marked(ROOT / "docs" / "clients.md", f"agent: {self.command}")
+        return block.replace("http://127.0.0.1:8000", url)
 
 
-_CODEX = """
-model = "local"
-model_provider = "sluice"
-check_for_update_on_startup = false
-[model_providers.sluice]
-name = "Sluice"
-base_url = "<url>/v1"
-env_key = "SLUICE_API_KEY"
-wire_api = "responses"
-[analytics]
-enabled = false
-"""
-_OPENCODE = {
-    "autoupdate": False,
-    "share": "disabled",
-    "permission": {"*": "allow"},
-    "provider": {
-        "sluice": {
-            "npm": "@ai-sdk/openai-compatible",
-            "name": "Sluice",
-            "options": {"baseURL": "<url>/v1", "apiKey": "none"},
-            "models": {"local": {"limit": {"context": 131_072, "output": 4096}}},
-        }
-    },
-}
-_QWEN = {
+_SAYS_NOTHING = {
     "privacy": {"usageStatisticsEnabled": False},
     "telemetry": {"enabled": False},
     "general": {"disableAutoUpdate": True},
     "security": {"auth": {"selectedType": "openai"}},
 }
+_ALLOWED = {"permission": {"*": "allow"}, "autoupdate": False, "share": "disabled"}
 _TASK = {"description": "a part", "subagent_type": "general-purpose"}
 
 CLIENTS = (
@@ -101,24 +89,19 @@ CLIENTS = (
         ("--allowedTools=Bash,Agent", "-p"),
         ("Bash", "command", {"description": "note it"}),
         ("Agent", "prompt", _TASK),
-        {
-            "ANTHROPIC_BASE_URL": "<url>",
-            "ANTHROPIC_API_KEY": "none",
-            "ANTHROPIC_MODEL": "local",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "local",
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "DISABLE_AUTOUPDATER": "1",
-        },
+        {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
     ),
     AgentClient(
         "codex",
         "@openai/codex",
-        ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
+        (
+            *("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
+            *("-c", "analytics.enabled=false", "-c", "check_for_update_on_startup=false"),
+        ),
         ("exec_command", "cmd", {}),
         ("multi_agent_v1__spawn_agent", "message", {}),
         {"SLUICE_API_KEY": "none"},
-        {".codex/config.toml": _CODEX},
+        settings_file=".codex/config.toml",
     ),
     AgentClient(
         "opencode",
@@ -126,8 +109,8 @@ CLIENTS = (
         ("run", "-m", "sluice/local"),
         ("bash", "command", {"description": "note it"}),
         ("task", "prompt", {**_TASK, "subagent_type": "general"}),
-        {"OPENCODE_DISABLE_MODELS_FETCH": "1"},
-        {".config/opencode/opencode.json": json.dumps(_OPENCODE)},
+        {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_CONFIG_CONTENT": json.dumps(_ALLOWED)},
+        settings_file=".config/opencode/opencode.json",
     ),
     AgentClient(
         "qwen",
@@ -135,8 +118,8 @@ CLIENTS = (
         ("--yolo", "-p"),
         ("run_shell_command", "command", {"is_background": False}),
         ("agent", "prompt", _TASK),
-        {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "<url>/v1", "OPENAI_MODEL": "local"},
-        {".qwen/settings.json": json.dumps(_QWEN)},
+        {},
+        files={".qwen/settings.json": json.dumps(_SAYS_NOTHING)},
         named=False,
     ),
 )
