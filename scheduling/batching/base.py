@@ -48,7 +48,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
-from sluice.scheduling.tenancy.attained import OWN, SHARED, Attained
+from sluice.scheduling.tenancy.attained import BEGAN, OWN, SHARED, Attained
 
 
 class EarnedTime:
@@ -446,7 +446,7 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
 def by_least(tenants: Floats, attained_s: Floats, before: Sequence[Floats] = ()) -> Ints:
     """The places of rows by ``before``, the last key first, then by what was attained, ties as they
     are. ``O(n log n)``."""
-    own = np.lexsort((attained_s[:, OWN], *before))
+    own = np.lexsort((attained_s[:, BEGAN], attained_s[:, OWN], *before))
     if not len(own) or (tenants == tenants[0]).all():
         return own
     return own_in_places(tenants, np.lexsort((attained_s[:, SHARED], *before)), own)

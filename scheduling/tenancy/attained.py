@@ -2,15 +2,17 @@
 what several requests count for, such as an agent's session with its sub-agents.
 
 Which has had least goes first, as in Autellix (arXiv 2502.13965, §4.2): a loop of few turns does
-not wait behind one of many, and no length needs to be known. Tenants are counted as well, so that
-none gains by splitting its work."""
+not wait behind one of many, and no length needs to be known. What was attained counts by powers of
+four: of like programs the one that began first goes first, and is done sooner than if all took
+turns. It is forgotten while a program has no request, not while one waits. Tenants are counted as
+well, so that none gains by splitting its work."""
 
 # numpy's scalars are "Any" to the type checker.
 # mypy: disable-error-code="no-any-return"
 
 from __future__ import annotations
 
-from math import inf
+from math import frexp, inf, ldexp
 
 import numpy as np
 
@@ -30,18 +32,24 @@ from sluice.scheduling.request.kernels import (
 HALF_LIFE_S = 60.0
 """Time in which half of what was attained is forgotten, seconds."""
 
+PAUSE_S = 1.0
+"""A program that was in a plan within this time is not idle, seconds."""
+
 MAX_KNOWN = 4_096
 """Maximum number of programs and tenants; beyond it the one that has attained least is dropped."""
 
 # What is known of a program or tenant, ``float64[KNOWN, most]``, by name ascending.
 NAME = 0  # of a program, or a negative number for a tenant
 SECONDS = 1
-AS_OF = 2  # when it had them
-KNOWN = 3
+AS_OF = 2  # when it had them, or was last in a plan
+SINCE = 3  # when it had the first that is not forgotten
+KNOWN = 4
 
 # The columns of what a queue's rows have attained.
-OWN = 0  # by the program; 0 without one
-SHARED = 1  # by the tenant, over its weight
+OWN = 0  # by the program, as a power of four; 0 without one
+BEGAN = 1  # when that had the first of it; now, where it has had nothing
+SHARED = 2  # by the tenant, over its weight
+COLUMNS = 3
 
 
 @compiled
@@ -56,7 +64,15 @@ def seconds_of(known: Floats, count: int, name: float, now_s: float) -> float:
     place = place_of(known, count, name)
     if place == count or known[NAME, place] != name:
         return 0.0
-    return known[SECONDS, place] * 0.5 ** ((now_s - known[AS_OF, place]) / HALF_LIFE_S)
+    return left_of(known, place, now_s)
+
+
+@compiled
+def left_of(known: Floats, place: int, now_s: float) -> float:
+    """What is left as of now of what the name in ``place`` has attained."""
+    pause_s = PAUSE_S if known[NAME, place] > 0.0 else 0.0
+    idle_s = now_s - known[AS_OF, place] - pause_s
+    return known[SECONDS, place] * 0.5 ** (max(0.0, idle_s) / HALF_LIFE_S)
 
 
 @compiled
@@ -64,35 +80,56 @@ def add(known: Floats, count: int, name: float, seconds: float, now_s: float) ->
     """``name`` attains ``seconds``; how many are known then. ``O(known)`` for a new name."""
     place = place_of(known, count, name)
     if place < count and known[NAME, place] == name:
-        known[SECONDS, place] = seconds + seconds_of(known, count, name, now_s)
+        left = left_of(known, place, now_s)
+        if power_of_four(left) == 0.0:
+            known[SINCE, place] = now_s
+        known[SECONDS, place] = seconds + left
         known[AS_OF, place] = now_s
         return count
     last = count
     if count == known.shape[1]:
-        # As of their own times: who has attained little lately, or long ago.
-        least = np.inf
+        least = inf
         for other in range(count):
-            past = known[SECONDS, other] * 0.5 ** ((now_s - known[AS_OF, other]) / HALF_LIFE_S)
-            if past < least:
-                least, last = past, other
+            left = left_of(known, other, now_s)
+            if left < least:
+                least, last = left, other
     step = 1 if last < place else -1
     if step > 0:
         place -= 1
     for at in range(last, place, step):
         for field in range(KNOWN):
             known[field, at] = known[field, at + step]
-    known[NAME, place], known[SECONDS, place], known[AS_OF, place] = name, seconds, now_s
+    known[NAME, place], known[SECONDS, place] = name, seconds
+    known[AS_OF, place] = known[SINCE, place] = now_s
     return min(count + 1, known.shape[1])
 
 
 @compiled
+def power_of_four(seconds: float) -> float:
+    """The largest one that is not above ``seconds``; 0 below a 64th."""
+    if seconds < 1 / 64:
+        return 0.0
+    _, exponent = frexp(seconds)
+    return ldexp(1.0, (exponent - 1) // 2 * 2)
+
+
+@compiled
 def attained_of(known: Floats, count: int, table: Floats, now_s: float) -> Floats:
-    """``float64[n, 2]``: what each row's program and tenant have attained."""
-    found = np.zeros((table.shape[0], 2))
+    """``float64[n, COLUMNS]``: what each row's program and tenant have attained. The programs are
+    not idle."""
+    found = np.zeros((table.shape[0], COLUMNS))
     tenant, shared = -1.0, 0.0
     for row in range(table.shape[0]):
-        if table[row, PROGRAM] > 0.0:
-            found[row, OWN] = seconds_of(known, count, table[row, PROGRAM], now_s)
+        program = table[row, PROGRAM]
+        found[row, BEGAN] = now_s
+        if program > 0.0:
+            place = place_of(known, count, program)
+            if place < count and known[NAME, place] == program:
+                known[SECONDS, place] = left_of(known, place, now_s)
+                known[AS_OF, place] = now_s
+                found[row, OWN] = power_of_four(known[SECONDS, place])
+                if found[row, OWN] > 0.0:
+                    found[row, BEGAN] = known[SINCE, place]
         if table[row, TENANT] != tenant:
             tenant = table[row, TENANT]
             shared = seconds_of(known, count, -1.0 - tenant, now_s)
@@ -127,7 +164,7 @@ def settle(known: Floats, count: int, shares: Floats, now_s: float) -> int:
     return count
 
 
-NONE_ATTAINED: Floats = np.empty((0, 2))
+NONE_ATTAINED: Floats = np.empty((0, COLUMNS))
 """What the rows of a queue without programs have attained."""
 
 _NO_SHARES: Floats = np.empty((3, 0))
@@ -148,7 +185,7 @@ class Attained:
         return self._count
 
     def of(self, table: Floats, now_s: float) -> Floats:
-        """``float64[n, 2]``: seconds that each row's program and tenant have attained."""
+        """``float64[n, COLUMNS]``: what each row's program and tenant have attained."""
         if now_s > self._at_s:
             self._count = settle(self._known, self._count, self._shares, self._at_s)
             self._shares, self._at_s = _NO_SHARES, now_s

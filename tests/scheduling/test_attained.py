@@ -14,7 +14,14 @@ from sluice.scheduling.latency.model import LatencyModel, LinearLatency
 from sluice.scheduling.request.kernels import PROGRAM, Floats
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
-from sluice.scheduling.tenancy.attained import HALF_LIFE_S, OWN, SHARED, Attained
+from sluice.scheduling.tenancy.attained import (
+    HALF_LIFE_S,
+    OWN,
+    PAUSE_S,
+    SHARED,
+    Attained,
+    power_of_four,
+)
 from tests.examples import examples
 from tests.scheduling.test_plan_invariants import VARIANTS
 from tests.scheduling.views import (
@@ -69,12 +76,20 @@ def test_what_is_attained_adds_up_decays_and_is_over_the_weight_of_the_tenant() 
     for _ in range(2):
         charge(attained, table, [100, 300, 50], MODEL, 5.0)
     # A third of the fixed 10 ms each, and 1 ms for each token.
-    own = np.array([2 * (0.1 + 0.01 / 3), 2 * (0.3 + 0.01 / 3), 0.0])
-    shared = np.array([own[0] + own[1], (own[0] + own[1]) / 2, 2 * (0.05 + 0.01 / 3)])
+    both_s, alone_s = 2 * (0.4 + 0.02 / 3), 2 * (0.05 + 0.01 / 3)
+    shared = np.array([both_s, both_s / 2, alone_s])
+    # Of the programs 0.21 and 0.61 s.
     found = attained.of(table, 5.0)
-    assert found[:, OWN] == pytest.approx(own)
+    assert found[:, OWN].tolist() == [1 / 16, 1 / 4, 0.0]
     assert found[:, SHARED] == pytest.approx(shared)
-    assert attained.of(table, 5.0 + HALF_LIFE_S) == pytest.approx(found / 2)
+    # Who waits forgets nothing, but a tenant's share is of the last minute.
+    for second in range(1, int(HALF_LIFE_S) + 1):
+        found = attained.of(table, 5.0 + second)
+    assert found[:, OWN].tolist() == [1 / 16, 1 / 4, 0.0]
+    assert found[:, SHARED] == pytest.approx(shared / 2)
+    found = attained.of(table, 5.0 + 3 * HALF_LIFE_S + PAUSE_S)
+    assert found[:, OWN].tolist() == [1 / 64, 1 / 16, 0.0]
+    assert attained.of(table, 5.0 + 9 * HALF_LIFE_S)[:, OWN].tolist() == [0.0, 0.0, 0.0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 99)), max_size=80))
@@ -87,24 +102,33 @@ def test_it_knows_the_most_served_of_a_bounded_number(served: list[tuple[int, in
         assert len(attained) == min(8, len(exact) + 1)
     for program, seconds in exact.items():
         found = attained.of(rows(of(program, prefill("a", 1))), 1.0)[0, OWN]
-        assert found == pytest.approx(seconds) or (len(exact) > 7 and found < seconds)
+        assert found == power_of_four(seconds) or (len(exact) > 7 and found < seconds)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_program_that_has_had_least_goes_first(tier: bool) -> None:
     policy = make_policy("deadline_triage")
-    for program, tokens in ((1, 4_000), (2, 1_000), (3, 2_000)):
+    for program, tokens in ((1, 4_800), (2, 300), (3, 1_200)):
         had(policy, program, tokens, now_s=NOW_S)
     queue = [of(n, prefill(f"p{n}", 16), tier) for n in (1, 2, 3, 4)]
     # One that has begun holds memory, whatever its program has had.
     begun = of(1, prefill("begun", 32, computed=16), tier)
     made = planned(policy, *queue, begun, budget=ROOMY._replace(tokens=64))
     assert order(made) == ["begun", "p4", "p2", "p3"]
-    # In two half-lives 4 s become 1 s.
-    later_s = NOW_S + 2 * HALF_LIFE_S
-    had(policy, 5, 1_500, now_s=later_s)
+    # In two half-lives without a request 4.8 s become 1.2 s.
+    later_s = NOW_S + 2 * HALF_LIFE_S + PAUSE_S
+    had(policy, 5, 4_800, now_s=later_s)
     queue = [of(n, prefill(f"p{n}", 16, arrival_s=later_s), tier) for n in (5, 1)]
     assert order(planned(policy, *queue, now_s=later_s)) == ["p1", "p5"]
+
+
+def test_of_like_programs_the_one_that_began_first_goes_first() -> None:
+    """So it is done sooner than if both took turns, and the other one no later."""
+    policy = make_policy("deadline_triage")
+    for program, tokens in ((1, 2_500), (2, 1_100)):
+        had(policy, program, tokens, now_s=NOW_S + program)
+    queue = [of(n, prefill(f"p{n}", 16)) for n in (2, 1)]
+    assert order(planned(policy, *queue, now_s=NOW_S + 2)) == ["p1", "p2"]
 
 
 def test_a_request_with_a_deadline_that_can_be_met_is_before_the_least_attained() -> None:
