@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import ceil, inf, isnan
 from typing import ClassVar
 
@@ -371,20 +371,16 @@ class BestEffort:
             waiting = rows[~running]
             if attained_s is not None:
                 attained_s[:yielding] = -inf  # the lane goes first, by arrival
-                waiting = waiting[by_least(table[waiting, TENANT], attained_s[waiting])]
+                waiting = by_least(table, waiting, attained_s)
             waiting = in_turns(table, waiting, int(np.count_nonzero(waiting < yielding)))
             admissible = self._admissible(batch, waiting, overdue, yielding)
             rows = np.concatenate((rows[running], admissible))
         on_time = (left_s[rows] < inf) & (left_s[rows] >= fixed_s + work_s[rows])
-        # Rows are numbered in order of arrival.
         due_s = np.where(on_time, left_s[rows], inf)
         due_s[rows < yielding] = -inf
-        if attained_s is None:
-            order = rows[np.lexsort((rows, due_s))]
-        else:
-            # What has begun holds memory.
-            least_s = np.where(table[rows, RUNNING, None] > 0, 0.0, attained_s[rows])
-            order = rows[by_least(table[rows, TENANT], least_s, (due_s,))]
+        # Rows are numbered in order of arrival; those that may start have theirs already.
+        ties = rows if attained_s is None else np.arange(len(rows))
+        order = rows[np.lexsort((ties, due_s))]
         batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
@@ -443,13 +439,16 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
         batch.reopen()
 
 
-def by_least(tenants: Floats, attained_s: Floats, before: Sequence[Floats] = ()) -> Ints:
-    """The places of rows by ``before``, the last key first, then by what was attained, ties as they
-    are. ``O(n log n)``."""
-    own = np.lexsort((attained_s[:, BEGAN], attained_s[:, OWN], *before))
-    if not len(own) or (tenants == tenants[0]).all():
-        return own
-    return own_in_places(tenants, np.lexsort((attained_s[:, SHARED], *before)), own)
+@compiled
+def by_least(table: Floats, rows: Ints, attained_s: Floats) -> Ints:
+    """``rows`` by what their tenants and programs have attained, ties as they are. ``O(n log
+    n)``."""
+    tenants, attained_s = table[rows, TENANT], attained_s[rows]
+    own = np.argsort(attained_s[:, BEGAN], kind="mergesort")
+    own = own[np.argsort(attained_s[own, OWN], kind="mergesort")]
+    if own.shape[0] and not (tenants == tenants[0]).all():
+        own = own_in_places(tenants, np.argsort(attained_s[:, SHARED], kind="mergesort"), own)
+    return rows[own]
 
 
 @compiled
@@ -579,6 +578,17 @@ def blocks_to_come(table: Floats, granted: Ints, block_tokens: int) -> Floats:
     return more
 
 
+@compiled
+def kinds_of(table: Floats) -> tuple[bool, bool, bool]:
+    """Whether any request drafts, is best effort, counts for a program."""
+    drafted = best_effort = programs = False
+    for row in range(table.shape[0]):
+        drafted |= table[row, DRAFTED] > 0.0
+        best_effort |= table[row, BEST_EFFORT] > 0.0
+        programs |= table[row, PROGRAM] > 0.0
+    return drafted, best_effort, programs
+
+
 class BatchPolicy(ABC):
     """Chooses the tokens of the engine's next batch. It may keep state, is called from one thread,
     and must be work-conserving: with a request that fits, the plan is not empty. ``best_effort``
@@ -610,25 +620,22 @@ class BatchPolicy(ABC):
         self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
     ) -> BatchPlan:
         """Plan the next batch of ``queue`` at ``now_s`` (the clock of the views' times)."""
-        if not queue.table[:, PROGRAM].any():
-            return self._plan(queue, now_s, latency, budget)
-        queue.attained_s = self.attained.of(queue.table, now_s)
-        plan = self._plan(queue, now_s, latency, budget)
-        self.attained.charge(queue.table, plan.rows, plan.tokens, latency, now_s)
-        return plan
-
-    def _plan(
-        self, queue: QueueView, now_s: float, latency: LatencyModel, budget: BatchBudget
-    ) -> BatchPlan:
         table = queue.table
+        drafted, best_effort, programs = kinds_of(table)
+        if programs:
+            queue.attained_s = self.attained.of(table, now_s)
         lengths = None
-        if table[:, DRAFTED].any():
+        if drafted:
             lengths = self.lengths(queue, now_s, latency, budget, self.paced(queue))
-        if table[:, BEST_EFFORT].any():
-            return self.best_effort.plan(self.fill, queue, now_s, latency, budget, lengths)
-        batch = BatchBuilder(queue, budget, latency, lengths=lengths)
-        self.fill(batch, queue, now_s, latency)
-        return batch.plan()
+        if best_effort:
+            plan = self.best_effort.plan(self.fill, queue, now_s, latency, budget, lengths)
+        else:
+            batch = BatchBuilder(queue, budget, latency, lengths=lengths)
+            self.fill(batch, queue, now_s, latency)
+            plan = batch.plan()
+        if programs:
+            self.attained.charge(table, plan.rows, plan.tokens, latency, now_s)
+        return plan
 
     def paced(self, queue: QueueView) -> Mask | None:
         """Rows whose TPOT sets the batch time, which drafts can lengthen; default: none."""

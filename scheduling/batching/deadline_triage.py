@@ -432,10 +432,9 @@ def least_attained(
     tenants, own, shared = np.empty(count), np.empty(count), np.empty(count)
     for place, row in enumerate(shed):
         tenants[place] = table[row, TENANT]
-        share = work_s[row] / max(work_s[row] + attained_s[row, OWN], 1e-9)
-        own[place] = worth[place] * share
-        share = work_s[row] / max(work_s[row] + attained_s[row, SHARED], 1e-9)
-        shared[place] = worth[place] * share
+        own_s = max(work_s[row], 1e-9)
+        own[place] = worth[place] * own_s / (own_s + attained_s[row, OWN])
+        shared[place] = worth[place] * own_s / (own_s + attained_s[row, SHARED])
     by_own = np.argsort(own, kind="mergesort")
     if (tenants == tenants[0]).all():
         return by_own

@@ -19,14 +19,18 @@ import numpy as np
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import (
     COMPUTED,
+    EMITTED,
     FIXED,
+    PENDING,
     PROGRAM,
+    RUNNING,
     TENANT,
     WEIGHT,
     Floats,
     Ints,
     compiled,
     most_work_s,
+    needs_prefill,
 )
 
 HALF_LIFE_S = 60.0
@@ -59,20 +63,14 @@ def place_of(known: Floats, count: int, name: float) -> int:
 
 
 @compiled
-def seconds_of(known: Floats, count: int, name: float, now_s: float) -> float:
-    """What ``name`` has attained as of now."""
-    place = place_of(known, count, name)
-    if place == count or known[NAME, place] != name:
-        return 0.0
-    return left_of(known, place, now_s)
-
-
-@compiled
 def left_of(known: Floats, place: int, now_s: float) -> float:
     """What is left as of now of what the name in ``place`` has attained."""
-    pause_s = PAUSE_S if known[NAME, place] > 0.0 else 0.0
-    idle_s = now_s - known[AS_OF, place] - pause_s
-    return known[SECONDS, place] * 0.5 ** (max(0.0, idle_s) / HALF_LIFE_S)
+    idle_s = now_s - known[AS_OF, place]
+    if known[NAME, place] > 0.0:
+        idle_s -= PAUSE_S
+    if idle_s <= 0.0:
+        return known[SECONDS, place]
+    return known[SECONDS, place] * 0.5 ** (idle_s / HALF_LIFE_S)
 
 
 @compiled
@@ -115,11 +113,15 @@ def power_of_four(seconds: float) -> float:
 
 @compiled
 def attained_of(known: Floats, count: int, table: Floats, now_s: float) -> Floats:
-    """``float64[n, COLUMNS]``: what each row's program and tenant have attained. The programs are
-    not idle."""
+    """``float64[n, COLUMNS]``: what the programs and tenants have attained of rows that wait or
+    prefill. These programs are not idle."""
     found = np.zeros((table.shape[0], COLUMNS))
     tenant, shared = -1.0, 0.0
     for row in range(table.shape[0]):
+        if table[row, RUNNING] > 0.0 and not needs_prefill(
+            table[row, EMITTED], table[row, PENDING]
+        ):
+            continue
         program = table[row, PROGRAM]
         found[row, BEGAN] = now_s
         if program > 0.0:
@@ -131,8 +133,10 @@ def attained_of(known: Floats, count: int, table: Floats, now_s: float) -> Float
                 if found[row, OWN] > 0.0:
                     found[row, BEGAN] = known[SINCE, place]
         if table[row, TENANT] != tenant:
-            tenant = table[row, TENANT]
-            shared = seconds_of(known, count, -1.0 - tenant, now_s)
+            tenant, shared = table[row, TENANT], 0.0
+            place = place_of(known, count, -1.0 - tenant)
+            if place < count and known[NAME, place] == -1.0 - tenant:
+                shared = left_of(known, place, now_s)
         found[row, SHARED] = shared / table[row, WEIGHT]
     return found
 
@@ -156,11 +160,15 @@ def shares_of(table: Floats, rows: Ints, tokens: Ints, pieces: Floats) -> Floats
 @compiled
 def settle(known: Floats, count: int, shares: Floats, now_s: float) -> int:
     """Add the shares of a batch; how many names are known then."""
+    of_tenant = 0.0
     for place in range(shares.shape[1]):
-        seconds = shares[2, place]
-        if shares[0, place] > 0.0:
-            count = add(known, count, shares[0, place], seconds, now_s)
-        count = add(known, count, -1.0 - shares[1, place], seconds, now_s)
+        program, tenant, seconds = shares[0, place], shares[1, place], shares[2, place]
+        if program > 0.0:
+            count = add(known, count, program, seconds, now_s)
+        of_tenant += seconds
+        if place + 1 == shares.shape[1] or shares[1, place + 1] != tenant:
+            count = add(known, count, -1.0 - tenant, of_tenant, now_s)
+            of_tenant = 0.0
     return count
 
 
@@ -185,7 +193,8 @@ class Attained:
         return self._count
 
     def of(self, table: Floats, now_s: float) -> Floats:
-        """``float64[n, COLUMNS]``: what each row's program and tenant have attained."""
+        """``float64[n, COLUMNS]``: what the programs and tenants have attained of rows that wait or
+        prefill; 0 for the others."""
         if now_s > self._at_s:
             self._count = settle(self._known, self._count, self._shares, self._at_s)
             self._shares, self._at_s = _NO_SHARES, now_s

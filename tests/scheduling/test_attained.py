@@ -156,9 +156,7 @@ def test_no_promise_is_broken_for_it(
         views = [view._replace(program=view.program * known) for view in queue.requests]
         plan = made.plan(QueueView(views), 100.0, latency, budget)
         above = {
-            view.request_id: plan.tokens_of.get(view.request_id)
-            for view in views
-            if view.promised or (not view.best_effort and any(each.best_effort for each in views))
+            view.request_id: plan.tokens_of.get(view.request_id) for view in views if view.promised
         }
         plans.append(above)
     assert plans[0] == plans[1]
