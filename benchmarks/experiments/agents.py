@@ -35,6 +35,7 @@ from sluice.benchmarks.experiments.systems import (
 from sluice.benchmarks.report import Table
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.agents import Loops, agents
+from sluice.simulation.config import ClusterConfig, LoopDeadline
 from sluice.simulation.generators import Poisson, Task, always, generate
 from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.run import Result
@@ -229,9 +230,41 @@ def measure_crowd(seed: int, system: Contestant, crowd: Crowd) -> Mapping[str, f
     }
 
 
+class Stream(NamedTuple):
+    """Loops of all lengths that come one after another."""
+
+    loops: int
+    most_turns: int = 60
+
+    def workload(self, per_s: float, seed: int) -> Workload:
+        """The loops; their median is TraceLab's."""
+        kind = Loops("agent", AGENT, turns=15.0, most=self.most_turns, gap_scale=GAPS)
+        return agents("stream", [kind], Poisson(per_s), self.loops, seed)
+
+
+DEADLINE = LoopDeadline(deadline_s=120.0, idle_s=600.0)
+
+
+def measure_deadlines(seed: int, per_s: float, stream: Stream) -> Mapping[str, float]:
+    """Loops that were promised their deadline, of all; and kept it, of the promised and of all."""
+    layout = colocated(1, loops={"agent": DEADLINE})
+    setup = engine("8b", SETUPS["8b"].engine.kv_tokens)
+    result = run_cluster(stream.workload(per_s, seed), _SLUICE, setup, layout, seed).result
+    total = sum(result.loops.values())
+    promised = sum(number for ending, number in result.loops.items() if ending.promised)
+    kept = [number for ending, number in result.loops.items() if ending.kept and ending.promised]
+    met = sum(number for ending, number in result.loops.items() if ending.kept)
+    return {
+        "loops": float(total),
+        "promised": promised / total,
+        "kept": sum(kept) / promised if promised else nan,
+        "met": met / total,
+    }
+
+
 # How each run compares with another one of the same workload.
 
-BACKLOG, CROWD = "backlog", "short of KV"
+BACKLOG, CROWD, DEADLINES = "backlog", "short of KV", "deadlines"
 _BESIDE = {BACKLOG: FCFS, CROWD: BEFORE}
 
 
@@ -244,7 +277,7 @@ def _other(rows: Rows, row: Row) -> Row:
     same: dict[str, Value] = {
         name: row[name] for name in ("scenario", "objective", "seed") if name in row
     }
-    found = having(rows, same | {"system": _BESIDE[str(row["scenario"])]})
+    found = having(rows, same | {"system": _BESIDE.get(str(row["scenario"]), "")})
     return found[0] if found else {}
 
 
@@ -293,6 +326,19 @@ def by_memory(rows: Rows) -> Table:
     return table(having(rows, {"scenario": CROWD}))
 
 
+def by_deadline(rows: Rows) -> Table:
+    """How many loops are promised their class's deadline, and keep it."""
+    figures = {
+        "loops": ("loops", 0),
+        "promised": ("promised", 3),
+        "kept": ("kept, of these", 4),
+        "met": ("in time, of all", 3),
+    }
+    note = f"Deadline of a loop: {DEADLINE.deadline_s:g} s; level {ClusterConfig().promise_level}."
+    table = means("Loops with a deadline", ("per_s",), figures, note)
+    return table(having(rows, {"scenario": DEADLINES}))
+
+
 EXPERIMENT = Experiment(
     "agents",
     "ours; lengths and turns of TraceLab (arXiv 2606.30560) and vLLM's AgentX",
@@ -302,7 +348,7 @@ EXPERIMENT = Experiment(
     f"Lengths are 1/16 of the published ones, on one engine (8b, batches of {BATCH_TOKENS:,}"
     f" tokens). {BACKLOG}: long loops all begin within half a minute, short ones come while these "
     f"last; times of tools x {GAPS:g}. {CROWD}: memory for a third of the live loops, chats beside "
-    "them.",
+    f"them. {DEADLINES}: loops of a class that gives each {DEADLINE.deadline_s:g} s.",
     grids=[
         Product(
             measure_backlog,
@@ -316,8 +362,14 @@ EXPERIMENT = Experiment(
             {"crowd": Scaled(Crowd(8, 10, 1.0, 41), Crowd(48, 1_500, 3.0))},
             {"scenario": CROWD},
         ),
+        Product(
+            measure_deadlines,
+            {"per_s": first((0.2, 0.4, 0.6))},
+            {"stream": Scaled(Stream(30, 5), Stream(400))},
+            {"scenario": DEADLINES},
+        ),
     ],
-    tables=(by_loop, by_memory),
+    tables=(by_loop, by_memory, by_deadline),
     derive=compared,
     seeds=3,
 )

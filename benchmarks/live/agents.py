@@ -114,7 +114,7 @@ def measure(names: Sequence[str], seconds: float, seeds: Sequence[int], as_json:
 
 def run(
     bench: Bench, system: System, rival: Rival, workload: Workload, seconds: float
-) -> list[Outcome]:
+) -> Sequence[Outcome]:
     """The outcomes of one run; no other run has its texts."""
     conversations = Conversations(f"{rival} {workload.scaling}", rival.priorities)
     # Before the first is sent: the client has no time for it later.
@@ -157,8 +157,8 @@ class Conversations:
             messages = self._begun(arrival)
         else:
             name, number = last.turn.tool, self._turns[turn.session]
-            call = {"id": f"call-{number}", "type": "function"}
-            call |= {"function": {"name": name, "arguments": "{}"}}
+            call: Json = {"id": f"call-{number}", "type": "function"}
+            call["function"] = {"name": name, "arguments": "{}"}
             said = self._words(f"{turn.session} {number} said", last.output_tokens)
             result = self._words(
                 f"{turn.session} {number} result", int(arrival.prompt_tokens - before)

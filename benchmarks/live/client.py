@@ -303,8 +303,8 @@ async def replay(
             stated = {wire.SLO_HEADERS[wire.CLASS]: arrival.slo.service_class, **headers(arrival)}
             one = _Request(session, url, outcome, leaves_after(number), stated)
             send = partial(one.run, body(model, number, arrival), exact)
-            follows = arrival.turn is not None and arrival.turn.after
-            sent = follow(outcome, arrival.turn, send) if follows else send()
+            turn = arrival.turn
+            sent = follow(outcome, turn, send) if turn is not None and turn.after else send()
             tasks.append(asyncio.create_task(sent))
         on_sent()
         if tasks:
