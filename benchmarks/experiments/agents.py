@@ -242,7 +242,7 @@ class Stream(NamedTuple):
         return agents("stream", [kind], Poisson(per_s), self.loops, seed)
 
 
-DEADLINE = LoopDeadline(deadline_s=120.0, idle_s=600.0)
+DEADLINE = LoopDeadline(deadline_s=300.0, idle_s=100.0)
 
 
 def measure_deadlines(seed: int, per_s: float, stream: Stream) -> Mapping[str, float]:
@@ -365,7 +365,7 @@ EXPERIMENT = Experiment(
         Product(
             measure_deadlines,
             {"per_s": first((0.2, 0.4, 0.6))},
-            {"stream": Scaled(Stream(30, 5), Stream(400))},
+            {"stream": Scaled(Stream(30, 5), Stream(600))},
             {"scenario": DEADLINES},
         ),
     ],

@@ -13,10 +13,12 @@ from sluice.benchmarks.experiments.agents import (
     FCFS,
     Backlog,
     Crowd,
+    Stream,
     anonymous,
     compared,
     engine,
     loop_times,
+    measure_deadlines,
     run,
 )
 from sluice.benchmarks.experiments.grid import Row
@@ -83,3 +85,10 @@ def test_systems_are_compared_with_the_same_loops() -> None:
     assert found[AFTER, BACKLOG, 2]["short_s_faster"] == 10.0
     assert found[FCFS, BACKLOG, 2]["short_s_faster"] == 1.0
     assert found[AFTER, CROWD, 1]["prefilled_ratio"] == 0.7
+
+
+def test_loops_with_a_deadline_are_counted() -> None:
+    found = measure_deadlines(3, 0.5, Stream(40, 5))
+    assert found["loops"] >= 40
+    assert 0.0 <= found["promised"] <= 1.0
+    assert found["met"] > 0.9
