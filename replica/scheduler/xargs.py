@@ -37,7 +37,8 @@ _PATHS = ("state_table", "batch_log")
 
 class RequestArgs(NamedTuple):
     """What Sluice adds to an engine request. ``request_id``: shared by all sequences of one API
-    call; ``arrival_s``: on the host's monotonic clock; ``tenant``: a hash of 63 bits."""
+    call; ``arrival_s``: on the host's monotonic clock; ``tenant``: a hash of 63 bits; ``resumed``:
+    tokens of its own output that have joined the prompt."""
 
     request_id: str
     arrival_s: float
@@ -49,6 +50,7 @@ class RequestArgs(NamedTuple):
     promised: bool = False
     reasoning_ends: frozenset[int] = frozenset()
     turn: Turn | None = None
+    resumed: Annotated[int, Meta(ge=0)] = 0
 
     @classmethod
     def of(
@@ -66,6 +68,7 @@ class RequestArgs(NamedTuple):
             request.promised,
             ends,
             request.turn,
+            request.resumed_tokens,
         )
 
 

@@ -173,7 +173,7 @@ class PlanMixin(_Base):
             request.max_tokens,
             name,
         )
-        self._held.begin(request_id, args.prefix, request.num_prompt_tokens)
+        self._held.begin(request_id, args.prefix, request.num_prompt_tokens - args.resumed)
         self._rows.begin(request, tracked)
         if tracked.stages is not None:
             self._in_stages.add(request_id)

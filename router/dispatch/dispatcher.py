@@ -64,7 +64,6 @@ from sluice.router.serve.contract import (
     error_of,
 )
 from sluice.scheduling.fleet.breaker import ReplicaFault
-from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.scheduling.roles import Role
@@ -356,7 +355,7 @@ class Dispatcher:
             call.slo if decision.planned is None else call.slo.with_times(decision.planned),
             self.clock() - call.received_s,
             call.best_effort or decision.tier is Tier.BEST_EFFORT,
-            call.prefix if resume is None else NO_PREFIX,
+            call.prefix,
             _UNTRACED if span is None else span.context,
             resume=resume,
             resumable=transcript is not None,

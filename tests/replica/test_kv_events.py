@@ -42,12 +42,13 @@ def prefix_of_ids(first, tokens):
     return PromptPrefix(hashes, tokens * TOKEN_UNITS)
 
 
-def serve(engine, first, tokens, named=True):
-    """Generate after a prompt of one token, ``tokens`` times; tokens that the cache had of it."""
+def serve(engine, first, tokens, named=True, resumed=0):
+    """Generate after a prompt of one token, ``tokens`` times, of which the last ``resumed`` were its
+    own output; tokens that the cache had of it."""
     from vllm import SamplingParams
 
-    prefix = prefix_of_ids(first, tokens) if named else NO_PREFIX
-    args = RequestArgs("r", time.monotonic(), SLO(), prefix=prefix)
+    prefix = prefix_of_ids(first, tokens - resumed) if named else NO_PREFIX
+    args = RequestArgs("r", time.monotonic(), SLO(), prefix=prefix, resumed=resumed)
     params = SamplingParams(
         temperature=0.0, max_tokens=3, ignore_eos=True, extra_args=to_xargs(args)
     )
@@ -90,6 +91,13 @@ def test_chunks_are_held_until_their_blocks_are_evicted_as_the_cache_says(start)
         seen.add(len(mine))
     assert seen >= {0, 1, 2, 3}
     assert shown(engine)
+
+
+def test_the_chunks_of_a_stream_that_came_from_elsewhere_are_held(start):
+    engine = start(**SMALL)
+    serve(engine, 1, 300, resumed=100)
+    assert shown(engine) == {101: CHUNK}
+    assert serve(engine, 1, 200) >= CHUNK
 
 
 @pytest.mark.release

@@ -113,6 +113,7 @@ async def test_a_stream_leaves_with_its_kv_and_its_client_sees_a_short_pause(pat
     assert (source, asked.prefill_only, asked.kv_of_request) == ("r0", True, first.request_id)
     assert second.kv_handle is not None and (target, second.kv_handle.replica_id) == ("r1", "r0")
     assert second.resume is not None and len(second.resume.token_ids) > 10
+    assert second.prefix == first.prefix, "the next turn of its loop finds the KV there"
     assert (engines.count("r1", "transfers"), engines.count("r1", "transfer_failures")) == (1, 0)
     assert not len(engines.engines["r0"].state().rows)
     moved, paused_s = pauses(router, "transferred")
