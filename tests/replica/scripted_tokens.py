@@ -51,7 +51,8 @@ class Scripted(LogitsProcessor):
             elif role == "user":
                 asked.append(text)
                 results.append(0)
-        call = next_call(asked, results) if "".join(turns[:1]).startswith("tools") else None
+        has_tools = bool(turns) and turns[0].startswith("tools")
+        call = next_call(asked, results) if has_tools else None
         text = DONE
         if call is not None:
             text = json.dumps({"name": call[0], "arguments": call[1]})
