@@ -222,6 +222,8 @@ class Dispatcher:
                 predicted_s = answer.decision.predicted_ttft_s
                 kept = admission.ended(figures, predicted_s, failed, answer.moved)
         if call.scheduled:
+            computed = (figures.prompt or 0) - (figures.cached or 0) + figures.generated
+            self._placements.ended(call, computed)
             most_tokens = call.output_tokens
             if most_tokens:
                 most_tokens //= outputs_of(call.endpoint, call.body)

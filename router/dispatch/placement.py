@@ -29,14 +29,15 @@ from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.tenancy.attained import ProgramTokens
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
 # Admission queues: requests wait at the router until some replica can promise their SLO.
 #
 # There is one queue per service class that queues. Its first few requests ask the controller
 # repeatedly, the others wait behind them; so a request is overtaken only by one of these few,
-# whose SLO or length is easier to promise. The clients in a queue take turns, and none takes all
-# slots.
+# whose SLO or length is easier to promise, or by one of its client's whose program has had fewer
+# tokens lately. The clients in a queue take turns, and none takes all slots.
 
 MAX_WAITING = 256
 """Maximum requests of one class, or of one model without a replica, that wait in one router."""
@@ -58,10 +59,11 @@ def may_wait(decision: RouteDecision) -> bool:
 class Slot:
     """A request's slot in a queue. ``called``: it should ask, or has no time left. ``refused``: its
     last refusal, or the queue's before. ``late``: its deadline passes before ``limit_s`` seconds.
-    """
+    ``attained``: what its program had when it came."""
 
     queue: AdmissionQueue
     refused: RouteDecision | None
+    attained: float = 0.0
     called: asyncio.Event = field(default_factory=asyncio.Event)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
@@ -88,8 +90,9 @@ class Slot:
 
 
 class AdmissionQueue:
-    """One class's waiting requests: each client's by arrival, and clients in turns. ``refused``:
-    the last refusal of any request in it, or sent to it."""
+    """One class's waiting requests: each client's by what their programs have attained, then by
+    arrival, and clients in turns. ``refused``: the last refusal of any request in it, or sent to
+    it."""
 
     def __init__(
         self,
@@ -123,14 +126,15 @@ class AdmissionQueue:
         refused: RouteDecision | None = None,
         client: Client = ANYONE,
         ttl_s: float = inf,
+        attained: float = 0.0,
     ) -> Iterator[Slot]:
-        """A slot at the queue's end, within the block, which the request leaves unless it
+        """A slot in the queue, within the block, which the request leaves unless it
         :func:`may_wait` on. ``due_s``: its deadline on the clock. ``ttl_s``: the client's longest
-        wait, seconds. Raises ApiError: 429; the queue is full."""
+        wait, seconds. ``attained``: by its program. Raises ApiError: 429; the queue is full."""
         self._check_room(client)
         joined_s = self._clock()
         left_s = due_s - joined_s
-        slot, served = self._join(refused, client.owner), False
+        slot, served = self._join(refused, client.owner, attained), False
         slot.limit_s = min(self._limit_s, ttl_s)
         slot.late = left_s <= slot.limit_s
         expiry = asyncio.create_task(slot.expire(self._pause, min(slot.limit_s, left_s)))
@@ -165,11 +169,15 @@ class AdmissionQueue:
             )
         raise ApiError(Reason.QUEUE_FULL, message, retry_after_s=_retry_after_s(self.refused))
 
-    def _join(self, refused: RouteDecision | None, owner: str) -> Slot:
+    def _join(self, refused: RouteDecision | None, owner: str, attained: float) -> Slot:
         if refused is not None:
             self.refused = refused
-        slot = Slot(self, self.refused)
-        self._slots.setdefault(owner, {})[slot] = None
+        slot = Slot(self, self.refused, attained)
+        own = self._slots.setdefault(owner, {})
+        behind = [each for each in own if each.attained > attained]
+        own[slot] = None
+        for each in behind:
+            own[each] = own.pop(each)
         self._length_now += 1
         self._length.inc()
         if refused is None and slot in self._front():
@@ -429,6 +437,7 @@ class PlacementClient:
         }
         self._full_until_s: dict[str, float] = {}
         self._cold_starts = ColdStarts(replicas, metrics.admission, clock, pause)
+        self._had = ProgramTokens()
         self._queues = {
             name: AdmissionQueue(name, entry, metrics.admission, clock, pause)
             for name, entry in classes
@@ -486,6 +495,11 @@ class PlacementClient:
         if failed:
             decision = self._but_failed(decision, key, prefill_key, failed)
         return _within(call, failed, decision) if call.only else decision
+
+    def ended(self, call: Call, tokens: int) -> None:
+        """A call has ended after this number of computed tokens."""
+        if self._queues and call.turn is not None and call.turn.program:
+            self._had.add(call.turn.program, tokens, self._clock())
 
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
@@ -554,7 +568,10 @@ class PlacementClient:
                 return refused
         ttft_s, _, e2e_s, _ = slo.columns
         due_s = call.received_s + min(ttft_s, e2e_s)
-        with queue.slot(due_s, refused, call.client, call.queue_ttl_s) as slot:
+        turn, attained = call.turn, 0.0
+        if turn is not None and turn.program:
+            attained = self._had.of(turn.program, self._clock())
+        with queue.slot(due_s, refused, call.client, call.queue_ttl_s, attained) as slot:
             while True:
                 await slot.wait()
                 decision = await self._answered(call, ask, tiers)

@@ -255,7 +255,8 @@ class BestEffort:
        as needed; they keep their tokens.
     3. *Leftovers*: best-effort work fills the batch until a promised decode would be late, for at
        most 20 empty steps or 50 ms. A request starts only while no promised one waits and its
-       predicted length fits. Tenants take turns, by tokens per weight.
+       predicted length fits. Tenants take turns, by tokens per weight; of tenants that have as
+       many, and of one's own requests, those go first that have attained least (``attained``).
     4. *Ageing* (``AgedLane``): the oldest requests past ``patience_s`` get a share of the time and
        are not evicted; from twice the patience on, none behind one starts until it fits.
 
@@ -364,21 +365,24 @@ class BestEffort:
         decode = running & ~is_prefill(table[rows])
         batch.take(rows[decode], until_s)
         rows, running = rows[~decode], running[~decode]
+        if attained_s is not None:
+            attained_s[:yielding] = -inf  # the lane goes first, by arrival
         if not (begins and not waits):
             rows = rows[running]
         else:
             overdue = lane[self._lane.overdue(table, lane, now_s)]
             waiting = rows[~running]
             if attained_s is not None:
-                attained_s[:yielding] = -inf  # the lane goes first, by arrival
                 waiting = by_least(table, waiting, attained_s)
             waiting = in_turns(table, waiting, int(np.count_nonzero(waiting < yielding)))
             admissible = self._admissible(batch, waiting, overdue, yielding)
             rows = np.concatenate((rows[running], admissible))
+        if attained_s is not None:
+            rows = by_least(table, rows, attained_s)
         on_time = (left_s[rows] < inf) & (left_s[rows] >= fixed_s + work_s[rows])
         due_s = np.where(on_time, left_s[rows], inf)
         due_s[rows < yielding] = -inf
-        # Rows are numbered in order of arrival; those that may start have theirs already.
+        # Rows are numbered in order of arrival.
         ties = rows if attained_s is None else np.arange(len(rows))
         order = rows[np.lexsort((ties, due_s))]
         batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)

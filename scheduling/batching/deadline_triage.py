@@ -547,7 +547,8 @@ class DeadlineTriage(BatchPolicy):
     3. *Order*: decodes that would be late if left out; the aged lane; kept prefills by deadline;
        the other decodes; the tail. All decodes come first while the kept prefills can afford it.
     4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog, and less than
-       the decodes leave of it (``PACE_GAIN``), until the overload is over (``QUIET``).
+       the decodes leave of it (``PACE_GAIN``), until the overload is over (``QUIET``). What
+       programs have attained counts as work of their requests.
     5. *Ageing*: requests older than ``patience_s`` get ``aged_share`` (``AgedLane``); a decode late
        for longer is in every batch.
 

@@ -12,7 +12,7 @@ well, so that none gains by splitting its work."""
 
 from __future__ import annotations
 
-from math import frexp, inf, ldexp
+from math import exp2, frexp, inf, ldexp
 
 import numpy as np
 
@@ -205,3 +205,25 @@ class Attained:
     ) -> None:
         """The engine runs a batch of ``rows``, in the place of another one at the same time."""
         self._shares, self._at_s = shares_of(table, rows, tokens, latency.pieces), now_s
+
+
+class ProgramTokens:
+    """Tokens that programs have had lately, where no engine's time is known: halved in
+    ``HALF_LIFE_S``. Beyond ``most`` the one that has had none for longest is dropped. ``O(1)``."""
+
+    def __init__(self, most: int = MAX_KNOWN) -> None:
+        self._most = most
+        self._had: dict[int, tuple[float, float]] = {}
+
+    def of(self, program: int, now_s: float) -> float:
+        """Tokens of ``program`` as of now."""
+        tokens, as_of_s = self._had.get(program, (0.0, now_s))
+        return tokens * exp2((as_of_s - now_s) / HALF_LIFE_S)
+
+    def add(self, program: int, tokens: int, now_s: float) -> None:
+        """A request of ``program`` has had more."""
+        had = self.of(program, now_s) + tokens
+        self._had.pop(program, None)
+        self._had[program] = had, now_s
+        if len(self._had) > self._most:
+            del self._had[next(iter(self._had))]

@@ -19,6 +19,7 @@ from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
 from sluice.scheduling.latency.model import LinearLatency
+from sluice.scheduling.request.kernels import PROGRAM
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 from sluice.scheduling.request.stages import Stage
@@ -274,6 +275,16 @@ def test_an_expected_length_counts_until_outputs_of_such_an_expectation_are_know
     scheduler.forget("y", 300)
     assert (expected(100), expected(127), expected(128)) == (300, 300, 128)
     assert expected(0) == 300  # it is of the class, too
+
+
+def test_the_row_of_a_turn_names_the_program_that_its_work_counts_for(engine):
+    def program(turn):
+        tracked = engine.scheduler.track("x", RequestArgs("x", 0.0, CHAT, turn=turn), 1, 10, 99)
+        engine.scheduler.forget("x")
+        return np.array(tracked.row(10))[PROGRAM]
+
+    assert program(Turn(session=5, program=1 << 62)) == 1 << 62
+    assert (program(Turn(session=5)), program(None)) == (0, 0)
 
 
 def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(engine):

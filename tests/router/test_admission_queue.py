@@ -69,12 +69,14 @@ class Queue:
         due_s: float = inf,
         refused: RouteDecision | None = None,
         client: Client = ANYONE,
+        attained: float = 0.0,
     ) -> int:
         number = len(self.tasks)
 
         async def wait() -> None:
             try:
-                with self.line.slot(self.time.now_s + due_s, refused, client) as slot:
+                due = self.time.now_s + due_s
+                with self.line.slot(due, refused, client, attained=attained) as slot:
                     await slot.wait()
                     while may_wait(decision := await self.fleet.ask(number)):
                         slot.refuse(decision)
@@ -124,6 +126,19 @@ async def test_clients_take_turns_and_leave_places_to_others() -> None:
     # Of the first six each has two, in its own order.
     assert {queue.served.index(number) // 6 for number in (0, 1, 20, 21, 22, 23)} == {0}
     assert queue.sample("sluice_admission_queue_requests") == 0
+
+
+async def test_a_client_s_request_whose_program_has_had_less_goes_first() -> None:
+    queue = Queue(Fleet())
+    one, other = (Client(name, f"name-{name}") for name in "ab")
+    had = [50.0, 9.0, 0.0, 9.0, 70.0, 9.0]
+    for attained in had:
+        await queue.join(client=one, attained=attained)
+    last = await queue.join(client=other, attained=99.0)
+    queue.fleet.room = 100
+    await queue.time.advance(MAX_PAUSE_S)
+    assert [number for number in queue.served if number != last] == [2, 1, 3, 5, 0, 4]
+    assert queue.served.index(last) < ASKERS, "clients take turns whatever their programs have had"
 
 
 async def test_whose_request_leaves_before_it_could_ask_keeps_its_turn() -> None:

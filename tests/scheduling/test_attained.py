@@ -20,6 +20,7 @@ from sluice.scheduling.tenancy.attained import (
     PAUSE_S,
     SHARED,
     Attained,
+    ProgramTokens,
     power_of_four,
 )
 from tests.examples import examples
@@ -49,7 +50,7 @@ def of(program: int, view: RequestView, tier: bool = True, tenant: int = 0) -> R
 
 
 def had(policy: BatchPolicy, program: int, tokens: int, tenant: int = 0, now_s: float = 0) -> None:
-    """An engine of ``policy`` has computed so many tokens of ``program``."""
+    """An engine of ``policy`` has computed ``tokens`` of ``program``."""
     table = rows(of(program, prefill("past", tokens), tenant=tenant))
     charge(policy.attained, table, [tokens], MARGINAL, now_s)
 
@@ -111,10 +112,12 @@ def test_the_program_that_has_had_least_goes_first(tier: bool) -> None:
     for program, tokens in ((1, 4_800), (2, 300), (3, 1_200)):
         had(policy, program, tokens, now_s=NOW_S)
     queue = [of(n, prefill(f"p{n}", 16), tier) for n in (1, 2, 3, 4)]
-    # One that has begun holds memory, whatever its program has had.
     begun = of(1, prefill("begun", 32, computed=16), tier)
     made = planned(policy, *queue, begun, budget=ROOMY._replace(tokens=64))
-    assert order(made) == ["begun", "p4", "p2", "p3"]
+    if tier:
+        assert order(made) == ["p4", "p2", "p3", "begun"]
+    else:  # what has begun holds memory, and in the tail may do so for long
+        assert order(made) == ["begun", "p4", "p2", "p3"]
     # In two half-lives without a request 4.8 s become 1.2 s.
     later_s = NOW_S + 2 * HALF_LIFE_S + PAUSE_S
     had(policy, 5, 4_800, now_s=later_s)
@@ -240,3 +243,14 @@ def test_short_loops_do_not_wait_behind_long_ones(tier: bool) -> None:
     for short in (3, 4):
         assert fair[short] <= in_order[short]
     assert max(fair.values()) == pytest.approx(max(in_order.values()))
+
+
+def test_tokens_of_programs_decay_and_the_longest_without_any_is_dropped() -> None:
+    had = ProgramTokens(most=2)
+    had.add(1, 800, 0.0)
+    had.add(2, 100, 0.0)
+    had.add(1, 100, HALF_LIFE_S)
+    assert had.of(1, HALF_LIFE_S) == pytest.approx(500)
+    assert had.of(1, 3 * HALF_LIFE_S) == pytest.approx(125)
+    had.add(3, 7, HALF_LIFE_S)
+    assert [had.of(n, HALF_LIFE_S) for n in (1, 2, 3)] == pytest.approx([500, 0, 7])
