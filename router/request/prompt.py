@@ -215,11 +215,35 @@ def _measure_chat(messages: list[dict[str, Any]], tools: Any) -> PromptSize:
             text = part.get("text") if isinstance(part, dict) else part
             if isinstance(text, str):
                 characters += len(text)
+            elif _is_of_tool(part):
+                characters += _characters(part)
             elif part is not None:
                 tokens += MEDIA_TOKENS
+        if not message.keys() <= _PLAIN_KEYS:
+            characters += sum(_characters(message.get(key)) for key in _CALL_KEYS)
     if tools:
         characters += len(repr(tools))
     return PromptSize(characters, tokens)
+
+
+def _is_of_tool(part: Any) -> bool:
+    """Whether a part of a message of Anthropic's is text in another form, without a medium."""
+    if not isinstance(part, dict) or part.get("type") not in _TOOL_PARTS:
+        return False
+    content = part.get("content")
+    nested = content if isinstance(content, list) else ()
+    return all(isinstance(each, dict) and "text" in each for each in nested)
+
+
+def _characters(value: Any) -> int:
+    """Characters of all texts in a value. ``O(values)``."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return 0
+    return sum(map(_characters, value))
 
 
 def _measure_pairs(left: list[Any], right: list[Any]) -> PromptSize:
@@ -264,6 +288,12 @@ _UNREADABLE = frozenset(("prompt_embeds", "truncate_prompt_tokens"))
 """Fields with which a prompt does not begin with its text."""
 
 _PLAIN_KEYS = frozenset(("content", "role"))
+_CALL_KEYS = ("tool_calls", "name", "arguments", "output")
+"""Fields of messages with calls and results of tools, which are part of the prompt."""
+
+_TOOL_PARTS = frozenset(("tool_use", "tool_result", "thinking", "redacted_thinking", "refusal"))
+"""Parts of messages that have no ``text`` and are no medium."""
+
 _WITH_PREFIX = GENERATING - SPEECH
 _MEDIUM_UNITS = MEDIA_TOKENS * TOKEN_UNITS
 
@@ -311,8 +341,14 @@ def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> list[str | None]:
         texts.append(f"\0{message.get('role')}\0{rest}\0")
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
-            if part is not None:
-                texts.append(text if isinstance(text, str) else None)
+            if isinstance(text, str):
+                texts.append(text)
+            elif _is_of_tool(part):
+                # Anthropic's clients mark another part in each turn for the cache.
+                plain = {key: each for key, each in part.items() if key != "cache_control"}
+                texts.append(json.dumps(plain, ensure_ascii=False))
+            elif part is not None:
+                texts.append(None)
     return texts
 
 

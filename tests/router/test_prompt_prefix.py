@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.router.request.prompt import prefix_of
+from sluice.router.request.prompt import MESSAGE_TOKENS, measure, prefix_of
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS
 from sluice.scheduling.request.job import MAX_CHUNKS
 
@@ -165,3 +165,59 @@ def test_a_block_that_the_engine_leaves_out_changes_no_hash():
     plain = prefix_of("messages", body("Help. " * 200))
     billed = body("x-anthropic-billing-header: cc_version=2.1.332.fb6;", "Help. " * 200)
     assert prefix_of("messages", billed) == plain != NO_PREFIX
+
+
+USED = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "a.py"}}
+SAID = {"type": "text", "text": "Reading. " * 80}
+
+
+def results(*texts):
+    parts = [{"type": "text", "text": text} for text in texts]
+    return {"type": "tool_result", "tool_use_id": "toolu_1", "content": parts}
+
+
+def test_calls_and_results_of_tools_are_hashed_as_text():
+    """Also those of Anthropic, of which clients mark the last one for the cache."""
+    begin = [{"role": "user", "content": [{"type": "text", "text": "Fix the test. " * 60}]}]
+    answer = {"role": "assistant", "content": [SAID, USED]}
+    result = {"role": "user", "content": [results("x = 1\n" * 200)]}
+    marked = {
+        "role": "user",
+        "content": [{**result["content"][0], "cache_control": {"type": "ephemeral"}}],
+    }
+    first = prefix_of("messages", {"model": "m", "messages": [*begin, answer, marked]})
+    assert len(first.hashes) == first.size // CHUNK_ENDS[0] >= 5
+    later = {"model": "m", "messages": [*begin, answer, result, answer, marked]}
+    assert prefix_of("messages", later).hashes[: len(first.hashes)] == first.hashes
+    other = {"role": "assistant", "content": [SAID, {**USED, "input": {"path": "b.py"}}]}
+    changed = prefix_of("messages", {"model": "m", "messages": [*begin, other, result]})
+    assert changed.hashes[:2] == first.hashes[:2] and changed.hashes[-1] != first.hashes[-1]
+    # A medium in a result ends it, as any.
+    seen = results("x" * 2_000)
+    seen["content"].append({"type": "image", "source": {"type": "base64", "data": ""}})
+    pictured = [*begin, answer, {"role": "user", "content": [seen]}]
+    assert len(prefix_of("messages", {"model": "m", "messages": pictured}).hashes) == 3
+
+
+def test_calls_and_results_of_tools_count_in_the_length_of_a_prompt():
+    path, text = '{"path": "a.py"}', "x = 1\n" * 200
+    call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": path}}
+    chat = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": text},
+    ]
+    items = [
+        {"type": "function_call", "call_id": "call_1", "name": "read", "arguments": path},
+        {"type": "function_call_output", "call_id": "call_1", "output": text},
+    ]
+    parts = [
+        {"role": "assistant", "content": [USED]},
+        {"role": "user", "content": [results(text)]},
+    ]
+    sizes = [
+        measure("chat", {"messages": chat}),
+        measure("responses", {"input": items}),
+        measure("messages", {"messages": parts}),
+    ]
+    assert all(size.tokens == 2 * MESSAGE_TOKENS for size in sizes)
+    assert all(len(path + text) - 10 < size.characters < len(path + text) + 60 for size in sizes)
