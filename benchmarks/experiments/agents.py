@@ -34,7 +34,7 @@ from sluice.benchmarks.experiments.systems import (
 )
 from sluice.benchmarks.report import Table
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.agents import Loops, agents
+from sluice.simulation.agents import NO_OBJECTIVE, Loops, agents
 from sluice.simulation.config import ClusterConfig, LoopDeadline
 from sluice.simulation.generators import Poisson, Task, always, generate
 from sluice.simulation.metrics import TPOTMetric, attained, stages
@@ -42,27 +42,33 @@ from sluice.simulation.run import Result
 from sluice.simulation.settings import SLOS_SERVE_OUTPUTS, SLOS_SERVE_PROMPTS
 from sluice.simulation.workload import Workload, merged
 
-FCFS, LLM_D, BEFORE, AFTER = "FCFS", "llm-d's queue", "Sluice, no sessions", "Sluice"
+FCFS, LLM_D, BEFORE, AFTER = "FCFS", "llm-d's queue", "Sluice without sessions", "Sluice"
 
 
 class Contestant(NamedTuple):
     """A system, whether it gets to know which session a turn is of and what it calls, and how many
-    requests may be in flight for each replica while others wait in its router."""
+    requests may be in flight for each replica while others wait in its router; and the objective of
+    turns in a backlog."""
 
     label: str
     system: System
     sessions: bool = True
     in_flight: int = 0
+    slo: SLO = NO_OBJECTIVE
 
 
 _STOCK = System("min_load", Contender("fcfs", "fcfs"))
 _SLUICE = System(ROUTER, DEFAULT, ADMISSION)
+_PACED = SLO(tpot_s=0.1, service_class="agent")
 CONTESTANTS = (
     Contestant(FCFS, _STOCK),
-    Contestant(LLM_D, _STOCK, in_flight=16),
+    *(Contestant(f"{LLM_D}, {limit} in flight", _STOCK, in_flight=limit) for limit in (4, 16)),
     Contestant(BEFORE, _SLUICE, sessions=False),
     Contestant(AFTER, _SLUICE),
+    Contestant(f"{BEFORE}, TPOT", _SLUICE, sessions=False, slo=_PACED),
+    Contestant(f"{AFTER}, TPOT", _SLUICE, slo=_PACED),
 )
+BY_MEMORY = tuple(each for each in CONTESTANTS if each.label in (FCFS, BEFORE, AFTER))
 
 SHORT_TURNS, LONG_TURNS = 5, 40
 """Most turns of a short loop, and fewest of a long one."""
@@ -129,14 +135,11 @@ class Backlog(NamedTuple):
 
 
 BACKLOG_KV_TOKENS = 131_072
-OBJECTIVES = {"none": SLO(), "TPOT 0.1 s": SLO(tpot_s=0.1)}
 
 
-def measure_backlog(
-    seed: int, objective: SLO, system: Contestant, backlog: Backlog
-) -> Mapping[str, float]:
+def measure_backlog(seed: int, system: Contestant, backlog: Backlog) -> Mapping[str, float]:
     """Mean times of short and long loops, seconds, and turns a second until the last has ended."""
-    workload = backlog.workload(objective, seed)
+    workload = backlog.workload(system.slo, seed)
     result = run(workload, system, engine("8b", BACKLOG_KV_TOKENS), 1, seed)
     short: list[float] = []
     long: list[float] = []
@@ -192,7 +195,7 @@ class Crowd(NamedTuple):
 
     def workload(self, seed: int) -> Workload:
         """Loops and chats."""
-        kind = Loops("agent", AGENT, least=LONG_TURNS, most=self.most_turns)
+        kind = Loops("agent", _PACED, least=LONG_TURNS, most=self.most_turns)
         loops = agents("loops", [kind], Poisson(self.loops / 30), self.loops, seed)
         prompt, output = (
             SLOS_SERVE_PROMPTS["chatbot"].lengths,
@@ -204,7 +207,6 @@ class Crowd(NamedTuple):
 
 
 MEAN_TOKENS = 8_000
-AGENT = SLO(tpot_s=0.1, service_class="agent")
 CHAT = SLO(ttft_s=1.0, tpot_s=0.1, service_class="chat")
 
 
@@ -238,7 +240,7 @@ class Stream(NamedTuple):
 
     def workload(self, per_s: float, seed: int) -> Workload:
         """The loops; their median is TraceLab's."""
-        kind = Loops("agent", AGENT, turns=15.0, most=self.most_turns, gap_scale=GAPS)
+        kind = Loops("agent", _PACED, turns=15.0, most=self.most_turns, gap_scale=GAPS)
         return agents("stream", [kind], Poisson(per_s), self.loops, seed)
 
 
@@ -274,9 +276,7 @@ def compared(rows: Rows) -> Rows:
 
 
 def _other(rows: Rows, row: Row) -> Row:
-    same: dict[str, Value] = {
-        name: row[name] for name in ("scenario", "objective", "seed") if name in row
-    }
+    same: dict[str, Value] = {name: row[name] for name in ("scenario", "seed")}
     found = having(rows, same | {"system": _BESIDE.get(str(row["scenario"]), "")})
     return found[0] if found else {}
 
@@ -303,9 +303,9 @@ def by_loop(rows: Rows) -> Table:
     }
     note = (
         f"Mean time of loops of up to {SHORT_TURNS} turns, and of {LONG_TURNS} or more; faster: "
-        "that of FCFS over its own."
+        "that of FCFS over its own. TPOT: turns state one of 0.1 s."
     )
-    table = means("A backlog of loops", ("objective", "system"), figures, note)
+    table = means("A backlog of loops", ("system",), figures, note)
     return table(having(rows, {"scenario": BACKLOG}))
 
 
@@ -352,13 +352,13 @@ EXPERIMENT = Experiment(
     grids=[
         Product(
             measure_backlog,
-            {"objective": first(OBJECTIVES), "system": CONTESTANTS},
+            {"system": CONTESTANTS},
             {"backlog": Scaled(Backlog(2, 2, 0.5, 41), Backlog(60, 60, 0.06))},
             {"scenario": BACKLOG},
         ),
         Product(
             measure_crowd,
-            {"system": (CONTESTANTS[0], *CONTESTANTS[-2:])},
+            {"system": BY_MEMORY},
             {"crowd": Scaled(Crowd(8, 10, 1.0, 41), Crowd(48, 1_500, 3.0))},
             {"scenario": CROWD},
         ),
