@@ -62,7 +62,7 @@ SLOS: Final = objectives(CLASSES)
 ARGS: Final = {"kv-cache-memory-bytes": 64 << 20, "max-model-len": 7_168}
 """vLLM's: the local model's KV of half of what the long loops have."""
 
-LOAD: Final = Backlog(3, 8, 0.12, 41, 5.0, scale=1 / 48, gaps=0.05, sub_agents=0.0)
+LOAD: Final = Backlog(6, 10, 0.15, 41, 5.0, scale=1 / 48, gaps=0.05, sub_agents=0.0)
 WARM_UP: Final = Backlog(1, 2, 1.0, 40, 1.0, scale=1 / 96, gaps=0.0, sub_agents=0.0)
 
 
