@@ -40,7 +40,7 @@ PAUSE_S = 1.0
 """A program that was in a plan within this time is not idle, seconds."""
 
 MAX_KNOWN = 4_096
-"""Maximum number of programs and tenants; beyond it the one that has attained least is dropped."""
+"""Maximum number of programs and tenants; beyond it the one that is idle for longest is dropped."""
 
 # What is known of a program or tenant, ``float64[KNOWN, most]``, by name ascending.
 NAME = 0  # of a program, or a negative number for a tenant
@@ -86,11 +86,7 @@ def add(known: Floats, count: int, name: float, seconds: float, now_s: float) ->
         return count
     last = count
     if count == known.shape[1]:
-        least = inf
-        for other in range(count):
-            left = left_of(known, other, now_s)
-            if left < least:
-                least, last = left, other
+        last = int(np.argmin(known[AS_OF]))  # not by service: those that begin have had least
     step = 1 if last < place else -1
     if step > 0:
         place -= 1

@@ -93,8 +93,19 @@ def test_what_is_attained_adds_up_decays_and_is_over_the_weight_of_the_tenant() 
     assert attained.of(table, 5.0 + 9 * HALF_LIFE_S)[:, OWN].tolist() == [0.0, 0.0, 0.0]
 
 
+def test_programs_that_run_are_not_dropped_for_new_ones() -> None:
+    attained = Attained(most=8)
+    for old in range(1, 9):
+        charge(attained, rows(of(old, prefill("a", 500))), [500], MARGINAL, 0.1 * old)
+    running = rows(*(of(name, prefill(str(name), 20)) for name in (20, 21, 22)))
+    for step in range(5):
+        charge(attained, running, [20] * 3, MARGINAL, 10.0 + step)
+        assert len(attained) == 8
+    assert attained.of(running, 15.0)[:, OWN].tolist() == [1 / 16] * 3
+
+
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 99)), max_size=80))
-def test_it_knows_the_most_served_of_a_bounded_number(served: list[tuple[int, int]]) -> None:
+def test_it_knows_a_bounded_number(served: list[tuple[int, int]]) -> None:
     attained, exact = Attained(most=8), dict[int, float]()
     for program, tokens in served:
         table = rows(of(program, prefill("a", tokens)))
