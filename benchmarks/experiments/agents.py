@@ -365,7 +365,7 @@ EXPERIMENT = Experiment(
         Product(
             measure_deadlines,
             {"per_s": first((0.2, 0.4, 0.6))},
-            {"stream": Scaled(Stream(30, 5), Stream(600))},
+            {"stream": Scaled(Stream(30, 5), Stream(400))},
             {"scenario": DEADLINES},
         ),
     ],

@@ -22,6 +22,8 @@ from sluice.benchmarks.experiments.agents import (
     run,
 )
 from sluice.benchmarks.experiments.grid import Row
+from sluice.benchmarks.live.agents import Conversations, figures_of, headers
+from sluice.benchmarks.live.client import End, Outcome
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.workload import Arrival, Turn, Workload
 
@@ -85,6 +87,44 @@ def test_systems_are_compared_with_the_same_loops() -> None:
     assert found[AFTER, BACKLOG, 2]["short_s_faster"] == 10.0
     assert found[FCFS, BACKLOG, 2]["short_s_faster"] == 1.0
     assert found[AFTER, CROWD, 1]["prefilled_ratio"] == 0.7
+
+
+def test_a_real_turn_brings_all_messages_before_it_and_names_its_session() -> None:
+    workload = Backlog(2, 4, 1.0, 41, scale=1 / 48).workload(SLO(), seed=3)
+    conversations = Conversations("run", priorities=True)
+    before: dict[int, list[dict[str, object]]] = {}
+    for arrival in workload.arrivals:
+        body = conversations.body(arrival)
+        messages = body["messages"]
+        known = before.get(arrival.turn.session, [])
+        compacted = len(messages) == 2
+        assert compacted or (messages[:-2] == known and messages[-1]["role"] == "tool")
+        assert body["priority"] == 1 or known
+        words = sum(len(each["content"].split()) for each in messages)
+        assert abs(words - arrival.prompt_tokens) <= 1
+        before[arrival.turn.session] = messages
+        parent = {"x-parent-session-id": f"loop-{arrival.turn.parent}"}
+        named = {"x-session-id": f"loop-{arrival.turn.session}"}
+        assert headers(arrival) == (named | parent if arrival.turn.parent else named)
+
+
+def test_only_whole_loops_have_a_time() -> None:
+    workload = Backlog(1, 3, 1.0, 41, sub_agents=0.0).workload(SLO(), seed=3)
+    outcomes = [
+        Outcome(SLO(), each.prompt_tokens, 1, sent_s=2.0 * number, late_s=0.0, end=End.ANSWERED)
+        for number, each in enumerate(workload.arrivals)
+    ]
+    for each in outcomes:
+        each.ended_s, each.ttft_s = each.sent_s + 1.0, 0.5
+    found = figures_of(workload, outcomes)
+    last_s = 2.0 * (len(outcomes) - 1) + 1.0
+    assert found["turns_per_s"] == len(outcomes) / last_s
+    assert found["unanswered"] == 0.0
+    assert found["long_s"] < last_s
+    outcomes[-1].end = End.FAILED
+    found = figures_of(workload, outcomes)
+    assert found["unanswered"] == 1.0
+    assert found["long_s"] == np.inf
 
 
 def test_loops_with_a_deadline_are_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from sluice.benchmarks.live.report import Meter
 from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import ResponseWriter, parse_call
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.workload import Arrival, Workload
+from sluice.simulation.cluster import LOOP_ENDED
+from sluice.simulation.workload import Arrival, Turn, Workload
 from tests.faults.kinds import KINDS
 
 SLOW = SLO(ttft_s=60.0, tpot_s=60.0, service_class="standard")
@@ -201,6 +203,25 @@ async def test_a_stream_that_never_ends_is_silent_after_the_grace() -> None:
     hanging, answered = await outcomes_of([HANGS, 1], grace_s=0.5)
     assert (hanging.end, hanging.reason) == (End.SILENT, "unfinished")
     assert answered.end is End.ANSWERED
+
+
+async def test_a_turn_is_sent_when_its_tool_is_done_and_not_behind_a_refused_one() -> None:
+    def turn(kind: int, *after: int) -> Arrival:
+        stated = Turn(1, after=after, gap_s=0.05 if after else 0.0)
+        return Arrival(0.0, kind, TOKENS, SLOW, turn=stated)
+
+    turns = (turn(1), turn(1, 0), turn(1, 0, 1), turn(12), turn(1, 3), turn(1, 4, 2))
+    async with far_side() as url:
+        found = await replay(url, "model", Workload("loops", turns))
+    ends = [(each.end, each.reason) for each in found]
+    assert ends[:3] == [(End.ANSWERED, "")] * 3
+    assert ends[3:] == [
+        (End.REFUSED, "no_replica"),
+        *[(End.FAILED, LOOP_ENDED)] * 2,
+    ]
+    for before, after in pairwise(found[:3]):
+        assert before.ended_s is not None
+        assert after.sent_s >= before.ended_s + 0.05
 
 
 async def test_nobody_there_is_a_failure_and_not_silence() -> None:
