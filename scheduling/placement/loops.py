@@ -343,7 +343,9 @@ class _Seen:
             ended = np.arange(len(lengths)) < len(took_s)
             self._needs_s = length_of(lengths, ended, level).bound / _UNITS
             if len(took_s) * (1.0 - level) < 1.0:
-                self._needs_s = min(self._needs_s, _log_normal(took_s, level))
+                # Too few for the quantile: the more there are, the less the next exceeds them.
+                beyond_s = float(lengths.max()) / _UNITS * (1.0 + MIN_ENDED / len(took_s))
+                self._needs_s = min(self._needs_s, beyond_s, _log_normal(took_s, level))
         return self._needs_s
 
     def tries(self) -> bool:
