@@ -144,7 +144,8 @@ class SessionReader:
                 yield name, value
         for name in SESSION_FIELDS:
             if value := _field(name.name, body):
-                found = _CLAUDE_SESSION.search(value) if "session" in value else None
+                short_name = len(value) <= MAX_SESSION_CHARACTERS
+                found = _CLAUDE_SESSION.search(value) if short_name else None
                 yield (name, value) if found is None else (name._replace(shared=False), found[1])
 
 
@@ -230,12 +231,12 @@ def tool_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
         if not isinstance(body["input"], list):
             return 0
         items = list(dropwhile(_is_notice, reversed(body["input"])))
-        ids = [item.get("call_id") for item in takewhile(_is_output, items)]
-        if not ids:
+        results = [_call_id(item) for item in takewhile(_is_output, items)]
+        if not results:
             return 0
-        before = islice(items, len(ids), None)
+        before, ids = islice(items, len(results), None), set(results)
         calls = takewhile(lambda item: not _is_output(item), before)
-        return tool_key(_name(item) for item in calls if item.get("call_id") in ids)
+        return tool_key(_name(item) for item in calls if _call_id(item) in ids)
     messages = dropwhile(_is_notice, reversed(body.get("messages") or ()))
     if not _brings_results(next(messages, {})):
         return 0
@@ -250,6 +251,11 @@ def _is_notice(message: Mapping[str, Any]) -> bool:
 
 def _is_output(item: Mapping[str, Any]) -> bool:
     return str(item.get("type")).endswith("_call_output")
+
+
+def _call_id(item: Mapping[str, Any]) -> str:
+    number = item.get("call_id")
+    return number if isinstance(number, str) else ""
 
 
 def _brings_results(message: Mapping[str, Any]) -> bool:

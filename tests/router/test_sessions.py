@@ -89,6 +89,27 @@ def test_the_tools_whose_results_a_turn_brings(
     assert tool_of(endpoint, body) == (0 if names is None else tool_key(names))
 
 
+class Id(str):
+    """An id that counts its comparisons."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Id.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_the_time_to_find_the_tools_is_linear_in_the_results() -> None:
+    ids = [str(number) for number in range(1_000)]
+    calls = [{"type": "function_call", "call_id": Id(each), "name": "read"} for each in ids]
+    results = [{"type": "function_call_output", "call_id": Id(each)} for each in ids]
+    odd = {"type": "function_call_output", "call_id": ["no text"]}
+    assert tool_of("responses", {"input": [*calls, *results, odd]}) == tool_key(["read"])
+    assert Id.compared <= 4_000
+
+
 def test_a_tools_key_is_of_the_set_of_names() -> None:
     assert tool_key(["a", "b"]) == tool_key(["b", "a", "b"]) != tool_key(["a"])
     assert 0 < tool_key([]) < 2**63
@@ -252,6 +273,13 @@ def test_a_bad_name_is_named(body: dict[str, Any], headers: Any, param: str) -> 
         recognised(body, *headers)
     assert caught.value.param == param
     assert len(caught.value.message) < 300
+
+
+def test_claude_codes_session_is_looked_for_in_short_names_only() -> None:
+    """A search in megabytes would hold up other requests."""
+    name = f"_session_{UUID}"
+    assert (recognised({"user": name}).turn or Turn()).session
+    assert not (recognised({"user": "x" * 2**20 + name}).turn or Turn()).session
 
 
 def test_names_of_the_configuration_go_before_those_of_agents() -> None:
