@@ -147,7 +147,8 @@ class LoopDeadlines:
         """See :meth:`Loop.end`."""
         now_s = self._clock()
         age_s = max(0.0, now_s - loop.due_s + loop.deadline_s)
-        ended = LoopTurnEnd(loop.key, age_s, max(0.0, now_s - received_s), answered, promised)
+        took_s, promised = max(0.0, now_s - received_s), promised or loop.goes_on
+        ended = LoopTurnEnd(loop.key, age_s, took_s, answered, promised)
         self._here.end(ended, now_s)
         if self._service is not None:
             self._service.loop_ended(ended)

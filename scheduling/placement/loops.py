@@ -27,7 +27,8 @@ from sluice.scheduling.request.job import MAX_NUMBER, Age, Key, Text
 from sluice.scheduling.request.kernels import Floats
 
 MAX_LOOPS: Final = 1 << 16
-"""Most loops that are remembered. The one without a turn for longest is forgotten first."""
+"""Most loops that are remembered. Of the tenant with the most of them, the one without a turn for
+longest is forgotten first."""
 
 KEPT_S: Final = 86_400.0
 """A loop that its client names is forgotten without a turn for this long, seconds: as long as the
@@ -92,7 +93,8 @@ class LoopPart(NamedTuple):
 
 class LoopTurnEnd(NamedTuple):
     """A turn ended ``age_s`` after its loop began, ``took_s`` after its arrival. ``answered``:
-    ``None`` if its client left or made a mistake. ``promised``: whether this turn was."""
+    ``None`` if its client left or made a mistake. ``promised``: whether this turn was; later ones
+    of a promised loop count as that."""
 
     key: Key
     age_s: Age
@@ -112,13 +114,16 @@ class LoopEnding(NamedTuple):
 class LoopPromises:
     """The loops of a fleet. ``level``: share of the promised loops to be kept; ``None``: nothing is
     learned or promised, and a turn's part is all that is left. Amortised ``O(log n)`` per turn
-    among ``n`` loops, and ``O(MEMORY log MEMORY)`` at most once a second and class."""
+    among ``n`` loops, and ``O(MEMORY log MEMORY)`` at most once a second and class; a loop beyond
+    ``MAX_LOOPS`` ``O(tenants)``."""
 
     def __init__(self, level: float | None = None) -> None:
         self.ended: Counter[LoopEnding] = Counter()
         """Loops that ended, with an answered turn."""
         self._level = level
-        self._loops: OrderedDict[int, _Loop] = OrderedDict()
+        self._loops: dict[int, _Loop] = {}
+        # By tenant, the one without a turn for longest first.
+        self._of: dict[int, OrderedDict[int, None]] = {}
         # When a loop may be over, and its key.
         self._ends: list[tuple[float, int]] = []
         self._classes: OrderedDict[str, _Seen] = OrderedDict()
@@ -132,7 +137,7 @@ class LoopPromises:
         """A turn has arrived."""
         self.expire(now_s)
         arrived_s = now_s - turn.waited_s
-        loop = before = self._loops.pop(turn.key, None)
+        loop = before = self._loops.get(turn.key)
         seen = self._seen(turn.service_class, turn.tenant)
         needs_s = None
         if seen is not None and self._level is not None:
@@ -143,23 +148,28 @@ class LoopPromises:
                 loop.usual_s = seen.turn_s
                 if loop.promised is None and needs_s is not None:
                     in_time = needs_s <= turn.deadline_s
-                    loop.promised = None if not in_time and seen.tries() else in_time
+                    loop.promised = None if not in_time and self._tries(turn, seen) else in_time
         else:
             loop.began_s = min(loop.began_s, now_s - turn.age_s)
             if turn.promised is False:
                 loop.promised = False
         self._loops[turn.key] = loop
+        if before is None:
+            self._of.setdefault(loop.tenant, OrderedDict())[turn.key] = None
+        else:
+            loop.tenant = before.tenant
+            self._of[loop.tenant].move_to_end(turn.key)
         if not loop.counted:
             for each in self._both(loop):
                 each.live[turn.key] = loop
-        loop.due_s = loop.began_s + turn.deadline_s
+        loop.deadline_s = max(loop.deadline_s, turn.deadline_s)
         loop.idle_s = turn.idle_s
         loop.last_s = max(loop.last_s, arrived_s)
         loop.turns += 1
         loop.running += 1
         if before is None:
             self._remember(turn.key, loop)
-        part_s = loop.due_s - arrived_s
+        part_s = loop.began_s + turn.deadline_s - arrived_s
         if seen is not None and loop.promised:
             part_s = seen.part_s(part_s, loop.turns)
         return LoopPart(now_s - loop.began_s, loop.turns, part_s, loop.promised, needs_s)
@@ -168,9 +178,8 @@ class LoopPromises:
         """What the controller knows of a loop with a turn here."""
         loop = self._loops.get(key)
         if loop is not None:
-            began_s = now_s - part.age_s
-            loop.due_s += began_s - loop.began_s
-            loop.began_s, loop.turns, loop.promised = began_s, part.turns, part.promised
+            loop.began_s = now_s - part.age_s
+            loop.turns, loop.promised = part.turns, part.promised
 
     def end(self, ended: LoopTurnEnd, now_s: float) -> None:
         """A turn ended. Of a forgotten loop nothing is learned."""
@@ -180,12 +189,12 @@ class LoopPromises:
         end_s = min(loop.began_s + ended.age_s, now_s)
         loop.running = max(0, loop.running - 1)
         loop.last_s = max(loop.last_s, end_s)
-        if loop.promised and not ended.promised and not loop.answered:
+        if loop.promised and not ended.promised:
             loop.promised = False
         if ended.answered is None:
             return
-        loop.failed = not ended.answered
-        if loop.failed:
+        if not ended.answered:
+            loop.failed_s = max(loop.failed_s, end_s)
             return
         loop.late = loop.late or end_s > loop.due_s
         if loop.promised is not False:
@@ -229,13 +238,17 @@ class LoopPromises:
     def _remember(self, key: int, loop: _Loop) -> None:
         heapq.heappush(self._ends, (loop.last_s + loop.idle_s, key))
         if len(self._loops) > MAX_LOOPS:
-            self._forget(next(iter(self._loops)))
+            self._forget(next(iter(max(self._of.values(), key=len))))
             if len(self._ends) > 2 * MAX_LOOPS:  # those of forgotten loops
                 loops = self._loops.items()
                 self._ends = sorted((each.last_s + each.idle_s, key) for key, each in loops)
 
     def _forget(self, key: int) -> None:
         loop = self._loops.pop(key)
+        own = self._of[loop.tenant]
+        del own[key]
+        if not own:
+            del self._of[loop.tenant]
         for seen in self._both(loop):
             seen.live.pop(key, None)
 
@@ -256,12 +269,21 @@ class LoopPromises:
             seen = self._classes.get(service_class)
         return seen if seen is not None and seen.known else None
 
+    def _tries(self, turn: LoopTurn, seen: _Seen) -> bool:
+        """Whether a loop is let in without a promise: nothing is learned of its tenant otherwise,
+        whatever others do."""
+        if turn.tenant:
+            own = self._tenants.get((turn.service_class, turn.tenant))
+            return own is None or own.tries()
+        return seen.tries()
+
 
 class _Loop:
     """A loop with a turn not long ago. ``usual_s``: of a turn when it began; 0: unknown."""
 
     __slots__ = (
-        *("answered", "began_s", "counted", "due_s", "end_s", "failed", "idle_s", "last_s", "late"),
+        *("answered", "began_s", "counted", "deadline_s", "end_s", "failed_s", "idle_s", "last_s"),
+        "late",
         *("promised", "running", "service_class", "stated", "tenant", "took_s", "turns", "usual_s"),
     )
 
@@ -269,10 +291,21 @@ class _Loop:
         self.service_class, self.tenant = turn.service_class, turn.tenant
         self.promised, self.stated = turn.promised, turn.stated
         self.began_s = self.last_s = self.end_s = began_s
-        self.due_s, self.idle_s = began_s + turn.deadline_s, turn.idle_s
+        self.deadline_s, self.idle_s = turn.deadline_s, turn.idle_s
+        self.failed_s = -inf
         self.turns, self.running, self.answered = turn.turns, 0, 0
-        self.late = self.failed = self.counted = False
+        self.late = self.counted = False
         self.took_s = self.usual_s = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """Its deadline, the longest that was stated."""
+        return self.began_s + self.deadline_s
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last turn that ended was not answered."""
+        return self.failed_s >= self.end_s
 
     @property
     def refused(self) -> bool:

@@ -252,6 +252,17 @@ async def test_a_first_turn_without_a_promise_leaves_its_loop_without_one() -> N
     assert router.turns[1].promised is False
 
 
+async def test_a_turn_beside_the_first_one_takes_no_promise_from_the_loop() -> None:
+    """Agents ask for a title meanwhile."""
+    router = OneRouter(Tier.BEST_EFFORT)
+    router.part = LoopPart(5.0, 2, 20.0, True, 30.0)
+    answer = await router.turn()
+    assert answer.headers["x-sluice-loop-admission"] == "guaranteed"
+    await router.turn()
+    assert router.turns[1].promised is True
+    assert router.ended[0].promised is True
+
+
 def test_loops_of_different_owners_are_distinct() -> None:
     stated = READER.read({"slo": {"loop": LOOP}}, []).loop
     loops = [loop_of(stated, owner, None) for owner in ("acme", "acme", "other")]

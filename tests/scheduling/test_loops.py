@@ -178,6 +178,15 @@ def test_a_loop_whose_first_turn_was_not_promised_is_best_effort() -> None:
     assert agents.begin(7).promised is False
 
 
+def test_a_first_turn_without_a_promise_may_end_after_another_one() -> None:
+    agents = Agents()
+    agents.learn()
+    part = agents.begin(7)
+    agents.end(agents.begin(7), 1.0, 7)
+    agents.end(part, 1.0, 7, promised=False)
+    assert agents.begin(7).promised is False
+
+
 def test_a_first_turn_that_was_refused_has_begun_nothing() -> None:
     agents = Agents()
     agents.learn()
@@ -255,6 +264,40 @@ def test_tenants_count_by_their_own_loops() -> None:
     assert agents.begin(504, tenant=2, deadline_s=10.0).promised is True
 
 
+def test_one_loop_of_each_tenant_is_let_in_by_what_other_tenants_need() -> None:
+    agents = Agents()
+    agents.learn(turns=8)
+    assert agents.begin(101, tenant=1, deadline_s=5.0).promised is None
+    assert agents.begin(102, tenant=1, deadline_s=5.0).promised is False
+    assert agents.begin(103, tenant=2, deadline_s=5.0).promised is None
+
+
+def test_a_loop_is_judged_by_the_longest_deadline_that_its_client_states() -> None:
+    agents = Agents()
+    agents.learn()
+    agents.loops.ended.clear()
+    agents.end(agents.begin(7), 1.0, 7)
+    shorter = agents.begin(7, deadline_s=0.5)
+    assert (shorter.part_s, shorter.promised) == (-0.5, True)
+    agents.end(shorter, 1.0, 7)
+    agents.loops.expire(agents.now_s + 100.0)
+    assert agents.loops.ended[KEPT] == 1
+
+
+@pytest.mark.parametrize(("answered", "counted"), [(False, KEPT), (True, MISSED)])
+def test_ends_may_be_told_in_any_order(answered: bool, counted: LoopEnding) -> None:
+    """Of two routers, the first to tell may have had the last turn."""
+    agents = Agents()
+    agents.learn()
+    agents.loops.ended.clear()
+    agents.begin(7)
+    agents.begin(7)
+    agents.end(LoopPart(0.0, 1, 0.0), 1.0, 7, not answered)
+    agents.end(LoopPart(0.0, 1, 0.0), 0.5, 7, answered)
+    agents.loops.expire(agents.now_s + 100.0)
+    assert agents.loops.ended[counted] == 1
+
+
 def test_a_controller_that_restarts_learns_a_loop_from_its_router() -> None:
     agents = Agents()
     part = agents.begin(7, waited_s=0.5, age_s=30.0, turns=5, promised=True)
@@ -286,6 +329,17 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(agents.loops._classes["agent"].live) == 5
     assert agents.begin(99).turns == 2
     assert agents.begin(1).turns == 1
+
+
+def test_a_tenant_with_many_loops_drops_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MAX_LOOPS", 5)
+    agents = Agents()
+    agents.begin(1, tenant=1)
+    for key in range(2, 100):
+        agents.begin(key, tenant=2)
+    assert len(agents.loops) == 5
+    assert agents.begin(1, tenant=1).turns == 2
+    assert agents.begin(97, tenant=2).turns == 2
 
 
 def test_promised_loops_are_kept_on_a_server_that_is_shared(seed: int = 3) -> None:
