@@ -736,11 +736,12 @@ class DeadlineTriage(BatchPolicy):
         if not len(kept):
             return until_s
         whole_s = taken_s + float(work_s[kept[0]])
-        # A batch that completes a prefill which would else be late may be twice as long.
-        if until_s < whole_s <= min(budget_s, 2.0 * longest_s):
+        # A batch that completes a prefill which would else be late may be twice as long, and take
+        # the head-room.
+        if until_s < whole_s <= min(budget_s / usable, 2.0 * longest_s):
             # Another step would cost the first one its deadline.
             left_first_s = float(left_s[kept[0]])
-            if whole_s <= left_first_s < whole_s + taken_s:
+            if whole_s <= left_first_s and usable * left_first_s < whole_s + taken_s:
                 until_s = whole_s
         if until_s < inf:
             deepest = int(table[kept, COMPUTED].max())

@@ -85,6 +85,17 @@ def test_a_batch_is_longer_where_another_one_would_make_its_prefill_late(
     assert planned(prefill("a", 85, SLO(ttft_s=0.3), arrival_s=left_s - 0.3)) == {"a": tokens}
 
 
+@pytest.mark.parametrize(("left_s", "tokens"), [(0.1, 85), (0.12, 79)])
+def test_a_batch_takes_the_head_room_where_another_one_would_make_its_prefill_late(
+    left_s: float, tokens: int
+) -> None:
+    answer = decode("answer", SLO(ttft_s=0.5, tpot_s=0.1), arrival_s=9.5, first_token_s=10.0)
+    new = prefill("new", 85, SLO(ttft_s=0.5), arrival_s=10.0 + left_s - 0.5)
+    # 90 ms of 100; the whole prompt takes 96, of which 11 again in a second batch.
+    made = plan(answer, new, now_s=10.0, headroom=0.1)
+    assert made.tokens_of == {"answer": 1, "new": tokens}
+
+
 def test_a_strict_ttft_is_remembered_for_a_minute() -> None:
     policy = make_policy("deadline_triage", {"headroom": 0.0})
     calm = queue_of(prefill("calm", 5_000, SLO(ttft_s=600.0)))
