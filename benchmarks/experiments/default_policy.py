@@ -42,9 +42,9 @@ def headline(rows: Rows) -> Table:
         ours, theirs = (1 - AGAINST.mean(rows, name, figure) for name in (DEFAULT.policy, best))
         change = f"{(ours / theirs - 1) * 100:+.0f} %" if theirs > 0 else "-"
         fixed = [AGAINST.lead(own, best, figure).mean for own in cells]
-        gaps = [AGAINST.lead(own, AGAINST.best(own, figure), figure) for own in cells]
+        gaps = [AGAINST.lead_over_best(own, figure) for own in cells]
         below = [gap for gap in gaps if gap.mean < -0.01]
-        sure = sum(gap.mean + gap.half_width < 0 for gap in below)
+        sure = sum(gap.mean + gap.half_width < -0.01 for gap in below)
         line = [words, best, f"{ours * 100:.2f} %", f"{theirs * 100:.2f} %", change]
         line += [f"{min(fixed) * 100:+.2f}", f"{min(gap.mean for gap in gaps) * 100:+.2f}"]
         lines.append((*line, f"{len(below)} of {len(gaps)}", str(sure)))
@@ -53,11 +53,11 @@ def headline(rows: Rows) -> Table:
         (
             *("figure", "best single policy", "misses, default", "misses, best single", "change"),
             *("worst cell against it, points", "worst against the cell's best"),
-            *("cells > 1 point below their best", "of these by more than the range over seeds"),
+            *("cells > 1 point below their best", "of these surely"),
         ),
         lines,
-        "Best single: highest mean over all cells. Best of a cell: highest there, after the fact, "
-        "over all other policies; a maximum of noisy means favours them.",
+        "Best single: highest mean over all cells. Best of a cell: highest there on the other "
+        "seeds; one seed alone favours it. Surely: by the whole range over seeds.",
     )
 
 
@@ -83,8 +83,7 @@ def worst(rows: Rows) -> Table:
     gaps = []
     for labels, own in grouped(rows, *CELL).items():
         for figure, words in FIGURES.items():
-            best = AGAINST.best(own, figure)
-            gap = AGAINST.lead(own, best, figure)
+            best, gap = AGAINST.best(own, figure), AGAINST.lead_over_best(own, figure)
             value = grid.estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
             gaps.append((gap.mean, [*map(str, labels), words, value, best, gap.shown(4)]))
     gaps.sort(key=lambda entry: entry[0])

@@ -276,6 +276,16 @@ class Rivals:
         """Ours minus a rival's, paired by seed."""
         return difference(self.of(rows, self.ours), self.of(rows, rival), figure)
 
+    def lead_over_best(self, rows: Rows, figure: str) -> Estimate:
+        """Ours minus, on each seed, that of the rival that is best on the others: chosen on the
+        same seed, noise would favour it. With one seed there is no other."""
+        seeds = grouped(rows, "seed").items()
+        leads = []
+        for (seed,), own in seeds:
+            others = [row for row in rows if row["seed"] != seed] or own
+            leads.append(self.lead(own, self.best(others, figure), figure).mean)
+        return Estimate.of(leads)
+
 
 def having(rows: Rows, labels: Where) -> Rows:
     """The rows that have these labels."""

@@ -319,6 +319,18 @@ class TestDefaultPolicy:
             "1",
         )
 
+    def test_the_best_of_a_cell_is_chosen_on_other_seeds(self) -> None:
+        shares = {DEFAULT.policy: (0.8, 0.8), "edf": (0.9, 0.5), "fcfs": (0.4, 0.7)}
+        rows = [
+            outcome(policy, seed, met)
+            for policy, both in shares.items()
+            for seed, met in enumerate(both)
+        ]
+        lead = AGAINST.lead_over_best(rows, "tdg")
+        assert lead.mean == pytest.approx(((0.8 - 0.4) + (0.8 - 0.5)) / 2)
+        alone = [row for row in rows if row["seed"] == 0]
+        assert AGAINST.lead_over_best(alone, "tdg").mean == pytest.approx(0.8 - 0.9)
+
 
 def test_a_peak_is_that_of_the_best_tuned_variant() -> None:
     rows: list[Row] = [
