@@ -5,7 +5,8 @@ Run with ``python -m tests.replica.recorded [--load 0.5] [--system stock] [--sca
 root of the repository. Without ``--system`` only the simulator runs, and vLLM's core in virtual
 time, which no other work on this machine can change. Times are those of the client; of real systems
 they are divided by ``--scale``, by which arrivals and objectives are stretched, too. ``cpu`` is
-processor time by kind of process, not divided."""
+processor time by kind of process, not divided: launches take ``--scale`` times as much of it, a
+request's way no more, so that only ``--scale 1`` compares what is beside the engine with it."""
 
 from __future__ import annotations
 
