@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 from math import ceil
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from sluice.protocol.requests import ANTHROPIC, EMBEDDING, GENERATING, POOLING, SPEECH, Endpoint
 from sluice.router.config import RouterConfig
@@ -226,9 +226,9 @@ def _measure_chat(messages: list[dict[str, Any]], tools: Any) -> PromptSize:
     return PromptSize(characters, tokens)
 
 
-def _is_of_tool(part: Any) -> bool:
+def _is_of_tool(part: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a part of a message of Anthropic's is text in another form, without a medium."""
-    if not isinstance(part, dict) or part.get("type") not in _TOOL_PARTS:
+    if not isinstance(part, dict) or str(part.get("type")) not in _TOOL_PARTS:
         return False
     content = part.get("content")
     nested = content if isinstance(content, list) else ()

@@ -192,6 +192,8 @@ def test_calls_and_results_of_tools_are_hashed_as_text():
     other = {"role": "assistant", "content": [SAID, {**USED, "input": {"path": "b.py"}}]}
     changed = prefix_of("messages", {"model": "m", "messages": [*begin, other, result]})
     assert changed.hashes[:2] == first.hashes[:2] and changed.hashes[-1] != first.hashes[-1]
+    odd = [*begin, {"role": "user", "content": [{"type": ["tool_result"], "content": 5}]}]
+    assert len(prefix_of("messages", {"model": "m", "messages": odd}).hashes) == 1
     # A medium in a result ends it, as any.
     seen = results("x" * 2_000)
     seen["content"].append({"type": "image", "source": {"type": "base64", "data": ""}})
