@@ -37,7 +37,7 @@ class Reason(enum.StrEnum):
     INVALID_HTTP = "invalid_http", 400
     INVALID_JSON = "invalid_json", 400
     BODY_TOO_SLOW = "body_too_slow", 400
-    NO_THREADS = NO_THREADS, 400
+    THREAD_UNSUPPORTED = NO_THREADS, 400
     INVALID_API_KEY = "invalid_api_key", 401
     INVALID_TOKEN = "invalid_token", 401
     STORAGE_LIMIT = "storage_limit", 403  # a limit that waiting does not lift

@@ -466,7 +466,7 @@ def _check_response(body: dict[str, Any]) -> None:
 def _check_conversation(body: dict[str, Any]) -> None:
     for name, why in _NOT_SERVED.items():
         if body.get(name):
-            reason = Reason.NO_THREADS if name == "thread" else Reason.INVALID_VALUE
+            reason = Reason.THREAD_UNSUPPORTED if name == "thread" else Reason.INVALID_VALUE
             raise ApiError(reason, f"{name} is not supported: {why}", name)
     system = body.get("system")
     if isinstance(system, list):
