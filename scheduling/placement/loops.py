@@ -238,7 +238,8 @@ class LoopPromises:
     def _remember(self, key: int, loop: _Loop) -> None:
         heapq.heappush(self._ends, (loop.last_s + loop.idle_s, key))
         if len(self._loops) > MAX_LOOPS:
-            self._forget(next(iter(max(self._of.values(), key=len))))
+            most = max(self._of.values(), key=len)
+            self._forget(next(iter(most)))
             if len(self._ends) > 2 * MAX_LOOPS:  # those of forgotten loops
                 loops = self._loops.items()
                 self._ends = sorted((each.last_s + each.idle_s, key) for key, each in loops)
