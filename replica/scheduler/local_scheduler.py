@@ -221,10 +221,10 @@ def end_among(token_ids: Sequence[int], ends: frozenset[int]) -> int:
 
 def task_of(args: RequestArgs) -> str:
     """Which outputs are as long as its: those of its class, and where its client expects a length,
-    those expected to be as long, within a factor of two."""
+    those of its tenant expected to be as long, within a factor of two."""
     expected = 0 if args.turn is None else args.turn.expected_tokens
     name = args.slo.service_class
-    return f"{name} {expected.bit_length()}" if expected else name
+    return f"{name} {args.tenant} {expected.bit_length()}" if expected else name
 
 
 @dataclass(slots=True)

@@ -263,8 +263,9 @@ CHAT = SLO(service_class="chat")
 def test_an_expected_length_counts_until_outputs_of_such_an_expectation_are_known(engine):
     scheduler = engine.scheduler
 
-    def expected(tokens, most=1_000):
-        args = RequestArgs("x", 0.0, CHAT, turn=Turn(expected_tokens=tokens) if tokens else None)
+    def expected(tokens, most=1_000, tenant=0):
+        turn = Turn(expected_tokens=tokens) if tokens else None
+        args = RequestArgs("x", 0.0, CHAT, turn=turn, tenant=tenant)
         tracked = scheduler.track("x", args, 1, 10, most)
         scheduler.forget("x")
         return tracked.expected_tokens
@@ -275,6 +276,7 @@ def test_an_expected_length_counts_until_outputs_of_such_an_expectation_are_know
     scheduler.forget("y", 300)
     assert (expected(100), expected(127), expected(128)) == (300, 300, 128)
     assert expected(0) == 300  # it is of the class, too
+    assert expected(100, tenant=1) == 100  # what other tenants expect says nothing
 
 
 def test_the_row_of_a_turn_names_the_program_that_its_work_counts_for(engine):
