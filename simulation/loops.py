@@ -56,7 +56,10 @@ class VirtualLoops:
             return
         (part, began_s), requests = found, self._requests
         took_s = now_s - began_s
-        answered, promised = key not in requests.failures, not isnan(requests.promised_s[key])
+        answered = key not in requests.failures
+        # Later turns of a promised loop count as promised, as at the router.
+        goes_on = part.turns > 1 and bool(part.promised)
+        promised = goes_on or not isnan(requests.promised_s[key])
         program = requests.arrivals[key].turn
         assert program is not None
         ended = LoopTurnEnd(program.program, part.age_s + took_s, took_s, answered, promised)

@@ -47,8 +47,8 @@ def test_promised_loops_are_kept_and_others_refused() -> None:
     # Turns end by their parts of the deadline.
     stated = [slo.columns[2] for slo in result.requests.stage_slos]
     assert max(stated) == pytest.approx(60.0) and min(stated) < 30.0
-    # With a deadline that none can keep, those that only learn are served.
-    result = run(workload, 0.5)
+    # With a deadline that too few of them keep, none is promised: some are served to learn.
+    result = run(workload, 8.0)
     assert not any(each.promised for each in result.loops)
     assert sum(result.loops.values()) >= MIN_ENDED
     assert REFUSED in result.requests.failures.values()
