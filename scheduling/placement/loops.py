@@ -310,8 +310,9 @@ class _Loop:
 
     @property
     def refused(self) -> bool:
-        """Whether it has not begun: the first turn was refused, and may be sent again."""
-        return self.failed and not self.answered and not self.running
+        """Whether it has not begun: the first turn was refused, or its client left, and may be sent
+        again."""
+        return not self.answered and not self.running
 
     def over_s(self) -> float:
         """When it is over without another turn; once counted, when it is forgotten."""

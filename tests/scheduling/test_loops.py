@@ -199,6 +199,15 @@ def test_a_first_turn_that_was_refused_has_begun_nothing() -> None:
     assert (again.turns, again.age_s, again.promised) == (1, 0.0, True)
 
 
+def test_a_first_turn_whose_client_left_has_begun_nothing() -> None:
+    """So the next one is not refused for want of a promise."""
+    agents = Agents()
+    agents.learn()
+    agents.end(agents.begin(7), 1.0, 7, answered=None, promised=False)
+    again = agents.begin(7)
+    assert (again.turns, again.age_s, again.promised) == (1, 0.0, True)
+
+
 @pytest.mark.parametrize(
     ("ends", "counted"),
     [
