@@ -46,6 +46,8 @@ class EngineConfig(_Config):
     """A waiting request is admitted only if its whole sequence would fit."""
     prefix_cache: bool = True
     """Share the KV of prompts that begin with the same hashed blocks."""
+    keep_sessions: bool = True
+    """Evict the blocks of sessions last, by worth; else by time of release, as stock vLLM."""
     speculation: Speculation | None = None
 
     @model_validator(mode="after")

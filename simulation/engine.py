@@ -2,9 +2,10 @@
 the belief is another model with a head-room, corrected online, as in production.
 
 The prefix cache is vLLM's block pool at the size of the workload's hashed blocks: idle blocks count
-as free and are evicted by time of release, a request's last ones first. Three simplifications, each
-of which finds less: outputs are not cached; a block can be shared from the step after the one that
-computes it; the last block of a prompt cached whole keeps its place for eviction."""
+as free and are evicted by time of release, a request's last ones first, and after them those of
+sessions by worth. Three simplifications, each of which finds less: outputs are not cached; a block
+can be shared from the step after the one that computes it; the last block of a prompt cached whole
+keeps its place for eviction."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from zlib import crc32
 
 import numpy as np
 
 from sluice.scheduling.batching import BatchBudget, BatchPlan, BatchPolicy, make_policy
 from sluice.scheduling.fleet.transfer import prompt_ttft_s
+from sluice.scheduling.kept_kv import KeptBlocks
 from sluice.scheduling.latency.model import LatencyModel, StepCorrection, caution
 from sluice.scheduling.latency.speculation import AcceptanceRates
 from sluice.scheduling.request.kernels import (
@@ -177,7 +180,13 @@ class PrefixCache:
     """The cache of one engine, which writes into its rows: what it holds of a waiting request
     counts as computed there. Raises ValueError unless hashes cover whole KV blocks."""
 
-    def __init__(self, arrivals: Sequence[Arrival], hashed_tokens: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        hashed_tokens: int,
+        block_tokens: int,
+        keep_sessions: bool = True,
+    ) -> None:
         if hashed_tokens % block_tokens:
             raise ValueError(
                 f"the workload hashes blocks of {hashed_tokens} tokens, which must be a multiple "
@@ -191,6 +200,9 @@ class PrefixCache:
         self._blocks = hashed_tokens // block_tokens
         self._users: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._kept = KeptBlocks()
+        self._keep_sessions = keep_sessions
+        self.now_s = 0.0
         self._held: dict[int, list[int]] = {}
         # Number of blocks of a running request's prefix that have been looked up, held or not.
         self._seen: dict[int, int] = {}
@@ -245,6 +257,9 @@ class PrefixCache:
             key = int(rows.keys[row])
             if rows.table[row, RUNNING] > 0.0:
                 self.hit_tokens += self._tokens * len(self._held[key])
+                turn = self._arrivals[key].turn
+                if turn is not None:
+                    self._kept.begin(turn.session, 0, self.now_s)
             else:
                 self._release(rows, key)
                 rows.private[row, SHARED] = 0
@@ -258,9 +273,14 @@ class PrefixCache:
 
     def trim(self, rows: Rows) -> None:
         """Evict what others have taken."""
-        while self._idle and self.idle_blocks > rows.counters[FREE_BLOCKS]:
+        over = -(-(self.idle_blocks - int(rows.counters[FREE_BLOCKS])) // self._blocks)
+        if over <= 0:
+            return
+        self._changed = True
+        for _ in range(min(over, len(self._idle))):
             self._idle.popitem(last=False)
-            self._changed = True
+            over -= 1
+        self._kept.take(over, self.now_s)
 
     def fill(self, rows: Rows, ran: Ints) -> None:
         """Before a step ends: its rows' prefixes are computed as far as the step goes."""
@@ -273,7 +293,7 @@ class PrefixCache:
             upto = min(len(prefix), int(rows.table[row, COMPUTED] + new) // self._tokens)
             for block in prefix[seen:upto]:
                 # Another request was first: this copy stays private.
-                if block not in self._users and block not in self._idle:
+                if block not in self._users and not self._is_idle(block):
                     self._users[block] = 1
                     self._held.setdefault(key, []).append(block)
                     rows.private[row, SHARED] += self._blocks
@@ -283,17 +303,30 @@ class PrefixCache:
     def leave(self, rows: Rows, keys: Sequence[int]) -> None:
         """Requests have ended; the step has freed the blocks that were never cached."""
         for key in keys:
+            arrival = self._arrivals[key]
+            turn = arrival.turn
+            if turn is not None and turn.session and self._keep_sessions:
+                self._kept.end(turn.session, arrival.tenant, self._held.get(key, ()), self.now_s)
+                self._kept.called(turn.session, crc32(turn.tool.encode()))
             self._release(rows, key)
+        self._idle.update(dict.fromkeys(self._kept.release(self.now_s)))
+
+    def price(self, latency: LatencyModel) -> None:
+        """What computing a block takes, by which sessions' blocks are kept."""
+        self._kept.price(latency, self._tokens)
 
     @property
     def held(self) -> frozenset[int]:
         """The hashes that it has, in use or not."""
-        return frozenset(self._users) | self._idle.keys()
+        return frozenset(self._users) | self._idle.keys() | frozenset(self._kept)
 
     @property
     def idle_blocks(self) -> int:
         """KV blocks of prefixes that no request uses."""
-        return len(self._idle) * self._blocks
+        return (len(self._idle) + len(self._kept)) * self._blocks
+
+    def _is_idle(self, block: int) -> bool:
+        return block in self._idle or block in self._kept
 
     def _prefix(self, key: int) -> tuple[int, ...]:
         """The hashes of the whole blocks of a prompt."""
@@ -306,7 +339,7 @@ class PrefixCache:
         most = (self._arrivals[key].prompt_tokens - 1) // self._tokens
         hits = 0
         while hits < min(most, len(prefix)) and (
-            prefix[hits] in self._users or prefix[hits] in self._idle
+            prefix[hits] in self._users or self._is_idle(prefix[hits])
         ):
             hits += 1
         return hits
@@ -322,8 +355,9 @@ class PrefixCache:
     def _hold(self, rows: Rows, row: int, key: int, hits: int) -> None:
         held = list(self._prefix(key)[:hits])
         for block in held:
-            if block in self._idle:
-                del self._idle[block]
+            if block not in self._users:
+                if not (self._kept.used and self._kept.find(block)):
+                    del self._idle[block]
                 rows.counters[FREE_BLOCKS] -= self._blocks
             self._users[block] = self._users.get(block, 0) + 1
         self._held[key] = held
@@ -347,7 +381,8 @@ class PrefixCache:
             self._users[block] -= 1
             if not self._users[block]:
                 del self._users[block]
-                self._idle[block] = None
+                if not self._kept.keep(block):
+                    self._idle[block] = None
                 rows.counters[FREE_BLOCKS] += self._blocks
             self._changed = True
 
@@ -401,7 +436,10 @@ class VirtualEngine:
             self.drafts = Drafts(config.speculation, requests, rng)
         if config.prefix_cache and requests.hashed:
             tokens = requests.workload.block_tokens
-            self.cache = PrefixCache(requests.arrivals, tokens, config.block_tokens)
+            self.cache = PrefixCache(
+                requests.arrivals, tokens, config.block_tokens, config.keep_sessions
+            )
+            self.cache.price(belief.model)
 
     def follow(self, policy: BatchPolicy) -> None:
         """Plan with another policy, if its options are others."""
@@ -530,6 +568,7 @@ class VirtualEngine:
         """Start a step; return its real seconds. Needs a live request. Raises StuckError if none
         can run."""
         if self.cache is not None:
+            self.cache.now_s = now_s
             self.cache.refresh(self._rows)
         known = self._known()
         if not self._start(self._plan(self._policy, now_s, known)):
@@ -606,6 +645,7 @@ class VirtualEngine:
         work_s = float(self._seconds[BELIEVED_WORK_S])
         self.planner.observe(fixed_s, work_s, now_s - self._begun_s)
         if self.cache is not None:
+            self.cache.now_s = now_s
             self.cache.fill(rows, rows.ran)
         drafts = self.drafts.config.length if self.drafts is not None else 0
         changes = rows.complete(now_s, drafts, self._requests.times)

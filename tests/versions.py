@@ -25,6 +25,7 @@ from packaging.version import Version
 from sluice.replica.vllm.contract import (
     SUPPORTED,
     WITH_HOST_MEMORY,
+    WITH_KEPT_KV,
     WITH_PIPELINE,
     WITH_PREEMPTION,
     WITH_SPECULATION,
@@ -46,6 +47,7 @@ FEATURES: Final[Mapping[str, tuple[Versions, tuple[str, ...]]]] = {
     "preemption": (WITH_PREEMPTION, (f"{_REPLICA}/preemption",)),
     "KV transfer": (WITH_TRANSFER, (f"{_REPLICA}/test_vllm_handoff.py",)),
     "KV in host memory": (WITH_HOST_MEMORY, (f"{_REPLICA}/test_host_blocks.py",)),
+    "KV of sessions": (WITH_KEPT_KV, (f"{_REPLICA}/test_vllm_kept_kv.py",)),
     "speculative decoding": (WITH_SPECULATION, (f"{_REPLICA}/test_vllm_speculation.py",)),
     "pipelines": (WITH_PIPELINE, (f"{_REPLICA}/test_vllm_workers.py",)),
 }

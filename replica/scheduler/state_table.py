@@ -2,8 +2,8 @@
 
 One writer (the process that schedules) and any number of readers on the host, without locks: a
 sequence number is odd while a write is under way, and a reader copies again if it changed, with a
-fence on either side. Writing takes microseconds and never waits. Readers write the latency model
-and the role."""
+fence on either side. Writing takes microseconds and never waits. Readers write the latency
+model, the role, and which tools turns call."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def membarrier(machine: str) -> Callable[[], None]:
 
 
 SAMPLE_RING = 2048
+CALL_RING = 1024
 _MAGIC = 0x534C5549_4345000A
 _SAMPLE_FIELDS = len(StepSample._fields)
 _MODELS = list(FAMILIES.values())
@@ -94,6 +95,8 @@ _HEADER = np.dtype(
         ("coefficients", "<f8", (_MAX_COEFFICIENTS,)),
         ("headroom", "<f8"),
         ("role", "<i8"),
+        ("calls", "<i8"),
+        ("called", "<i8", (CALL_RING, 2)),
         ("summary", SUMMARY),
     ]
 )
@@ -147,6 +150,7 @@ class StateTable:
         self._sequence = self._header["sequence"]
         self._free = list(range(capacity - 1, -1, -1))
         self._model_version = 0
+        self._calls = 0
         self._clock = clock
         self._fence = reader_fence()
         self.capacity = capacity
@@ -285,6 +289,17 @@ class StateTable:
         model = family.of(header["coefficients"][: len(family.names)].tolist())
         return model.with_headroom(float(header["headroom"])), role
 
+    def take_calls(self) -> list[tuple[int, int]]:
+        """What was noted by :meth:`add_call` since the last call, or the latest of it."""
+        header = self._header[0]
+        count, before = int(header["calls"]), self._calls
+        if count == before:
+            return []
+        self._calls = count
+        self._fence()
+        places = [n % CALL_RING for n in range(max(before, count - CALL_RING), count)]
+        return [(session, tool) for session, tool in header["called"][places].tolist()]
+
     # Methods of readers.
 
     def read(self) -> EngineState:
@@ -314,6 +329,12 @@ class StateTable:
         self._header["coefficients"][0, : len(coefficients)] = coefficients
         self._header["headroom"] = model.headroom
         self._header["model_version"] += 1
+
+    def add_call(self, session: int, tool: int) -> None:
+        """The last turn of ``session`` has called ``tool``, 0: none."""
+        count = int(self._header["calls"][0])
+        self._header["called"][0, count % CALL_RING] = session, tool
+        self._header["calls"] = count + 1
 
     @property
     def role(self) -> Role:

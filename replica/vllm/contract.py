@@ -37,6 +37,9 @@ WITH_DATA_PARALLEL: Final[Versions] = ((0, 32), (0, 32))
 WITH_HOST_MEMORY: Final[Versions] = ((0, 32), (0, 32))
 """Versions in which what vLLM keeps in the memory of the host is known."""
 
+WITH_KEPT_KV: Final[Versions] = ((0, 32), (0, 32))
+"""Versions in which sessions' KV is evicted by worth; others evict it by time of use."""
+
 WITH_SPECULATION: Final[Versions] = ((0, 26), (0, 32))
 """Versions in which the plan can choose how many drafted tokens are checked."""
 

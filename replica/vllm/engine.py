@@ -28,6 +28,7 @@ from sluice.protocol.requests import (
     ResponseHead,
     ResponseItem,
     ResponseTail,
+    tool_key,
 )
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
@@ -52,7 +53,14 @@ from sluice.replica.scheduler.xargs import (
     to_xargs,
 )
 from sluice.replica.vllm.local_model import local_model
-from sluice.replica.vllm.serving import Serving, event_bytes, refused, whole_response, with_upload
+from sluice.replica.vllm.serving import (
+    Serving,
+    called_tools,
+    event_bytes,
+    refused,
+    whole_response,
+    with_upload,
+)
 from sluice.replica.vllm.setup import (
     Launched,
     client_error_types,
@@ -349,10 +357,16 @@ class VllmEngine:
         self._idle.clear()
         pieces = self._respond(request.endpoint, serving, body, call)
         ended = False
+        session = 0 if request.turn is None or request.prefill_only else request.turn.session
+        called: set[str] = set()
         try:
             async for item in pieces:
+                if session and isinstance(item, ResponseChunk):
+                    called.update(called_tools(item.data))
                 yield item
             ended = True
+            if session:
+                self._table.add_call(session, tool_key(called) if called else 0)
         finally:
             await self._leave(request.request_id, call, pieces, ended)
 

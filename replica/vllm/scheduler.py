@@ -40,6 +40,7 @@ from sluice.replica.scheduler.local_scheduler import (
 from sluice.replica.scheduler.speculation import PlannedDrafts
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
+from sluice.replica.vllm.kept_kv import keep_sessions
 from sluice.replica.vllm.loaded_kv import ExternalKv, HostBlocks, IncomingKv, kv_of_request
 from sluice.replica.vllm.prefix_cache import HeldPrefixes, PrefixHits, on_removed_blocks
 from sluice.replica.vllm.rows import RequestRows
@@ -122,6 +123,7 @@ class PlanMixin(_Base):
             load_s=self._host.load_s,
         )
         on_removed_blocks(self._pool, self._held.removed)
+        self._kept = keep_sessions(self._pool, table.take_calls)
         self._host.on_removed = self._held.removed
         self._reserve_prompt = bool(getattr(self, "scheduler_reserve_full_isl", False))
         self._preempts = not self.vllm_config.model_config.is_encoder_decoder
@@ -193,6 +195,11 @@ class PlanMixin(_Base):
             self._held.forget(request_id)
             self._incoming.forget(request_id)
             self._external.forget(request_id)
+            turn = tracked.args.turn
+            if self._kept is not None and turn is not None and turn.session:
+                blocks = self.kv_cache_manager.get_block_ids(request_id)
+                self._kept.price(self._local.model, self.block_size)
+                self._kept.end(turn.session, tracked.args.tenant, blocks)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,6 +228,11 @@ class PlanMixin(_Base):
             (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
+        if self._kept is not None:
+            for new in output.scheduled_new_reqs:
+                turn = self._local.requests[new.req_id].args.turn
+                if turn is not None:
+                    self._kept.begin(turn)
         fetched = [*self._incoming.note_started(now_s), *self._host.take_started()]
         if self.connector is not None:
             planned_ids = plan.tokens_of if planned else ()
@@ -299,6 +311,8 @@ class PlanMixin(_Base):
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Clear the prefix cache, unless it is in use."""
         cleared: bool = super().reset_prefix_cache(*args, **kwargs)
+        if cleared and self._kept is not None:
+            self._kept.clear()
         self._held.cleared()
         self._held.publish()
         return cleared

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Container
+import re
+from collections.abc import Awaitable, Callable, Container, Iterator
 from importlib.util import find_spec
 from io import BytesIO
 from typing import Any, Final, NamedTuple
@@ -163,6 +164,19 @@ def event_bytes(event: Any, endpoint: Endpoint) -> bytes:
         event = event.model_copy(update={"type": f"response.{status}"})
     data = event.model_dump_json(indent=None, by_alias=True, warnings=False)
     return f"event: {event.type}\ndata: {data}\n\n".encode()
+
+
+_CALLED: Final = re.compile(
+    rb'"function":\s*\{"name":\s*"([^"\\]+)"'  # of a chat
+    rb'|"type":\s*"tool_use",[^{}]*?"name":\s*"([^"\\]+)"'  # of a message
+    rb'|"name":\s*"([^"\\]+)",[^{}]*?"type":\s*"function_call"'  # of a response
+)
+
+
+def called_tools(data: bytes) -> Iterator[str]:
+    """The tools that an answer, or an event of one, calls. What a model writes has its quotes
+    escaped, and is never taken for a call."""
+    return (name.decode() for match in _CALLED.finditer(data) for name in match.groups() if name)
 
 
 def _error_bytes(event: str, endpoint: Endpoint) -> bytes:

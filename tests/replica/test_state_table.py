@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sluice.replica.scheduler.state_table import (
+    CALL_RING,
     StateTable,
     TableFullError,
     membarrier,
@@ -133,6 +134,19 @@ def test_the_model_goes_from_the_reader_to_the_scheduler(tmp_path):
         frontend.set_model(model.corrected(3.0))
         assert scheduler.orders()[0] == model, "a correction is the scheduler's own"
         assert scheduler.orders()[0] is None
+
+
+def test_calls_of_tools_go_from_the_reader_to_the_scheduler_and_the_latest_are_kept(tmp_path):
+    frontend = StateTable.create(2, tmp_path / "state")
+    scheduler = StateTable.open(tmp_path / "state")
+    assert scheduler.take_calls() == []
+    for session in (1, 2**63 - 1):
+        frontend.add_call(session, 2**63 - 2)
+    assert scheduler.take_calls() == [(1, 2**63 - 2), (2**63 - 1, 2**63 - 2)]
+    assert scheduler.take_calls() == []
+    for session in range(CALL_RING + 5):
+        frontend.add_call(session, 0)
+    assert scheduler.take_calls() == [(session, 0) for session in range(5, CALL_RING + 5)]
 
 
 def test_samples_keep_the_latest_and_can_be_cleared():

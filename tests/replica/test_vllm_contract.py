@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-from sluice.replica.vllm.contract import WITH_DATA_PARALLEL, WITH_PIPELINE, age
+from sluice.replica.vllm.contract import (
+    WITH_DATA_PARALLEL,
+    WITH_KEPT_KV,
+    WITH_PIPELINE,
+    age,
+)
 from tests.documents import ROOT
 
 pytestmark = pytest.mark.vllm
@@ -35,6 +40,7 @@ def test_this_vllm_has_what_features_use() -> None:
     from sluice.replica.preemption.scheduler import PreemptiveScheduler
     from sluice.replica.preemption.support import PARTS
     from sluice.replica.vllm.contract import WITH_PREEMPTION, unfit, unmet
+    from sluice.replica.vllm.kept_kv import KEPT_KV, WorthQueue
     from sluice.replica.vllm.kv_connector import TcpConnector
     from sluice.replica.vllm.support import SPECULATION, TRANSFER
 
@@ -43,6 +49,8 @@ def test_this_vllm_has_what_features_use() -> None:
     preemptive = PreemptiveScheduler, PreemptiveExecutor, PreemptiveGroupExecutor
     assert unmet((*PARTS, *SPECULATION, *TRANSFER)) == []
     assert unfit((*preemptive, TcpConnector)) == []
+    if age(vllm.__version__, WITH_KEPT_KV) != "older":
+        assert unmet(KEPT_KV) == [] and unfit([WorthQueue]) == []
 
 
 def test_every_import_from_vllm_is_there() -> None:

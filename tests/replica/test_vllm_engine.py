@@ -18,6 +18,7 @@ from sluice.protocol.requests import (
     EngineDeadError,
     ResponseTail,
     Resume,
+    Turn,
     request_key,
 )
 from sluice.replica.profiling import profile_key
@@ -226,6 +227,15 @@ def said(chunks):
     choices = [choice for event in events for choice in event["choices"]]
     texts = [each.get("text") or each.get("delta", {}).get("content") or "" for each in choices]
     return "".join(texts), choices[-1]["finish_reason"], events[-1].get("usage")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_scheduler_learns_that_a_sessions_turn_called_no_tool(engine, stream):
+    """Which tools an answer calls is read as in test_vllm_serving.py."""
+    engine._table.take_calls()
+    for name, turn in ((f"turn {stream}", Turn(8, 8)), (f"no session {stream}", None)):
+        await answer(engine, replace(request(name, "chat", stream=stream), turn=turn))
+    assert engine._table.take_calls() == [(8, 0)]
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -22,6 +22,7 @@ from sluice.replica.vllm.engine import validated
 from sluice.replica.vllm.serving import (
     PLACES,
     Serving,
+    called_tools,
     event_bytes,
     servings,
     whole_response,
@@ -265,3 +266,41 @@ def test_a_wrong_value_is_named(endpoint: Endpoint) -> None:
                 assert error.param is not None, (name, value, str(error))
                 assert error.param.split(".")[0] == name, (name, value, error.param, str(error))
     assert refused
+
+
+def test_the_tools_that_an_answer_calls_are_read_from_its_bytes() -> None:
+    from openai.types.responses import ResponseFunctionToolCall, ResponseOutputItemDoneEvent
+    from vllm.entrypoints.anthropic.protocol import AnthropicContentBlock, AnthropicStreamEvent
+
+    protocol = pytest.importorskip("vllm.entrypoints.generate.base.protocol")
+    arguments = json.dumps({"name": "no", "type": "function_call", "function": {"name": "no"}})
+    whole = protocol.ToolCall(function=protocol.FunctionCall(name="read", arguments=arguments))
+    delta = protocol.DeltaToolCall(
+        index=0, type="function", function=protocol.DeltaFunctionCall(name="read", arguments="")
+    )
+    further = protocol.DeltaToolCall(
+        index=0, function=protocol.DeltaFunctionCall(arguments=arguments)
+    )
+    block = AnthropicContentBlock(type="tool_use", id="1", name="read", input={})
+    filled = AnthropicContentBlock(type="tool_use", id="1", name="read", input={"name": "no"})
+    start = AnthropicStreamEvent(type="content_block_start", index=0, content_block=block)
+    called = ResponseFunctionToolCall(
+        arguments=arguments, call_id="1", name="read", type="function_call"
+    )
+    done = ResponseOutputItemDoneEvent(
+        item=called, output_index=0, sequence_number=1, type="response.output_item.done"
+    )
+    calls = (protocol.DeltaMessage(tool_calls=[delta]), whole, block, filled, start, called, done)
+    for each in calls:
+        for options in ({}, {"exclude_none": True}, {"exclude_unset": True}):
+            text = each.model_dump_json(**options)
+            assert set(called_tools(text.encode())) == {"read"}, text
+    said = protocol.DeltaMessage(content=whole.model_dump_json() + block.model_dump_json())
+    declared = {"type": "function", "name": "read", "parameters": {}, "strict": None}
+    texts = (
+        said.model_dump_json(),
+        protocol.DeltaMessage(tool_calls=[further]).model_dump_json(exclude_none=True),
+        json.dumps({"tools": [declared], "tool_choice": {"type": "function", "name": "read"}}),
+    )
+    for text in texts:
+        assert set(called_tools(text.encode())) == set(), text
