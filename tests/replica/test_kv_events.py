@@ -43,8 +43,8 @@ def prefix_of_ids(first, tokens):
 
 
 def serve(engine, first, tokens, named=True, resumed=0):
-    """Generate after a prompt of one token, ``tokens`` times, of which the last ``resumed`` were its
-    own output; tokens that the cache had of it."""
+    """Generate after a prompt of one token, ``tokens`` times, of which the last ``resumed`` were
+    its own output; tokens that the cache had of it."""
     from vllm import SamplingParams
 
     prefix = prefix_of_ids(first, tokens - resumed) if named else NO_PREFIX
