@@ -422,19 +422,27 @@ class Limits(NamedTuple):
     block_tokens: int
 
 
+ATTAINED_SHARE = 0.1
+"""What a program has attained counts as this much work of its next turn, so that of long loops one
+whose prompt is cached goes first: to take turns by service alone costs the others' caches."""
+
+
 @compiled
 def least_attained(
     table: Floats, shed: Ints, worth: Floats, work_s: Floats, attained_s: Floats
 ) -> Ints:
-    """The places of the ``shed`` prefills by ``worth``, as if what was attained before were work of
-    theirs; what a tenant's programs have attained does not change its places. ``O(n log n)``."""
+    """The places of the ``shed`` prefills by ``worth``, as if a share of what was attained before
+    were work of theirs; what a tenant's programs have attained does not change its places. ``O(n
+    log n)``."""
     count = shed.shape[0]
     tenants, own, shared = np.empty(count), np.empty(count), np.empty(count)
     for place, row in enumerate(shed):
         tenants[place] = table[row, TENANT]
         own_s = max(work_s[row], 1e-9)
-        own[place] = worth[place] * own_s / (own_s + attained_s[row, OWN])
-        shared[place] = worth[place] * own_s / (own_s + attained_s[row, SHARED])
+        own_total_s = own_s + ATTAINED_SHARE * attained_s[row, OWN]
+        own[place] = worth[place] * own_s / own_total_s
+        shared_total_s = own_s + ATTAINED_SHARE * attained_s[row, SHARED]
+        shared[place] = worth[place] * own_s / shared_total_s
     by_own = np.argsort(own, kind="mergesort")
     if (tenants == tenants[0]).all():
         return by_own

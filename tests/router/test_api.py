@@ -71,6 +71,10 @@ def test_every_reason_has_one_shape_for_each_api(reason: Reason) -> None:
     error = ApiError(reason, "It is so.", "field", retry_after_s=1.5)
     status = reason.status
     anthropic = json.loads(bytes(error.response("messages").body))
+    # The only one that Anthropic's clients look for, where these look.
+    details = (
+        {"details": {"error_code": reason.value}} if reason is Reason.THREAD_UNSUPPORTED else {}
+    )
     assert anthropic == {
         "type": "error",
         "error": {
@@ -78,6 +82,7 @@ def test_every_reason_has_one_shape_for_each_api(reason: Reason) -> None:
             "message": "It is so.",
             "code": reason.value,
             "retry_after_ms": 1500,
+            **details,
         },
     }
     kinds = {403: "permission_error", 429: "rate_limit_error"}
