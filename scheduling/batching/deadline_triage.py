@@ -422,9 +422,10 @@ class Limits(NamedTuple):
     block_tokens: int
 
 
-ATTAINED_SHARE = 0.1
-"""What a program has attained counts as this much work of its next turn, so that of long loops one
-whose prompt is cached goes first: to take turns by service alone costs the others' caches."""
+ATTAINED_SHARE = 0.01
+"""This share of what a program has attained counts as work of its next turn. With all of it short
+loops were slower, as the turns of long ones whose prompts were cached waited until they were not
+(docs/results/agents.md)."""
 
 
 @compiled
