@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from math import exp2
+
+from sluice.scheduling.tenancy.attained import ProgramTokens
 
 HALF_LIFE_S = 60.0
 OUTPUT_WEIGHT = 2.0
@@ -28,8 +29,7 @@ class ProgramQueue:
         # Programs of what is in flight, by request.
         self._sent: dict[int, int] = {}
         self._waiting: dict[int, deque[tuple[int, float]]] = {}
-        # By program, what it has attained, as of when.
-        self._attained: dict[int, tuple[float, float]] = {}
+        self._attained = ProgramTokens(half_life_s=HALF_LIFE_S)
 
     def join(self, key: int, program: int, now_s: float) -> None:
         """A request arrives; ``key`` >= 0."""
@@ -40,7 +40,7 @@ class ProgramQueue:
         if len(self._sent) >= self._limit or not self._waiting:
             return None
         waiting = list(self._waiting)
-        served = _normalized(-self._service(program, now_s) for program in waiting)
+        served = _normalized(-self._attained.of(program, now_s) for program in waiting)
         waits = _normalized(now_s - self._waiting[program][0][1] for program in waiting)
         scores = [
             SERVICE_WEIGHT * service + WAIT_WEIGHT * wait
@@ -59,11 +59,7 @@ class ProgramQueue:
         program = self._sent.pop(key, None)
         if program is not None:
             tokens = prompt_tokens + OUTPUT_WEIGHT * output_tokens
-            self._attained[program] = self._service(program, now_s) + tokens, now_s
-
-    def _service(self, program: int, now_s: float) -> float:
-        tokens, as_of_s = self._attained.get(program, (0.0, now_s))
-        return tokens * exp2((as_of_s - now_s) / HALF_LIFE_S)
+            self._attained.add(program, tokens, now_s)
 
 
 def _normalized(values: Iterable[float]) -> list[float]:

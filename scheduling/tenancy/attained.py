@@ -205,18 +205,19 @@ class Attained:
 
 class ProgramTokens:
     """Tokens that programs have had lately, where no engine's time is known: halved in
-    ``HALF_LIFE_S``. Beyond ``most`` the one that has had none for longest is dropped. ``O(1)``."""
+    ``half_life_s``. Beyond ``most`` the one that has had none for longest is dropped. ``O(1)``."""
 
-    def __init__(self, most: int = MAX_KNOWN) -> None:
+    def __init__(self, most: int = MAX_KNOWN, half_life_s: float = HALF_LIFE_S) -> None:
         self._most = most
+        self._half_life_s = half_life_s
         self._had: dict[int, tuple[float, float]] = {}
 
     def of(self, program: int, now_s: float) -> float:
         """Tokens of ``program`` as of now."""
         tokens, as_of_s = self._had.get(program, (0.0, now_s))
-        return tokens * exp2((as_of_s - now_s) / HALF_LIFE_S)
+        return tokens * exp2((as_of_s - now_s) / self._half_life_s)
 
-    def add(self, program: int, tokens: int, now_s: float) -> None:
+    def add(self, program: int, tokens: float, now_s: float) -> None:
         """A request of ``program`` has had more."""
         had = self.of(program, now_s) + tokens
         self._had.pop(program, None)
