@@ -37,6 +37,7 @@ from sluice.deploy.progress import Progress
 from sluice.deploy.ray_start import PHASES_FILE
 from sluice.replica.private_dir import make_private_dir
 from sluice.replica.processes import end_with_parent
+from sluice.replica.vllm_args import by_option
 from sluice.telemetry.phases import Phases
 
 _POLL_S = 0.2
@@ -302,7 +303,8 @@ def _compile_ahead(config: SluiceConfig) -> None:
 
     for engine in (pool.engine for fleet in config.fleets for pool in fleet.pools):
         if engine.kind == "vllm":
-            row_counts.compile_now(engine.policy, engine.policy_options)
+            drafts = "speculative-config" in by_option(engine.vllm_args)
+            row_counts.compile_now(engine.policy, engine.policy_options, drafts)
 
 
 def _copy_end(source: str, target: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 
 import click
 import numpy as np
@@ -16,19 +17,22 @@ from sluice.benchmarks.live.report import quantiles, table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.scheduling.batching.base import BatchPolicy
 from sluice.scheduling.batching.batch import BatchBudget
+from sluice.scheduling.batching.deadline_triage import DeadlineTriage
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
 
 QUEUE_SIZES = (32, 128, 512)
+DEFAULT = DeadlineTriage.name
 NOW_S = 1_000.0
 BLOCK_TOKENS = 16
 LATENCY = LinearLatency(a=0.004, b=0.000_02, c=0.000_000_02, d=0.000_000_000_1)
 BUDGET = BatchBudget(tokens=8192, sequences=1024, kv_blocks=100_000, block_tokens=BLOCK_TOKENS)
 
 
-def make_queue(size: int, seed: int) -> QueueView:
-    """A queue of ``size`` requests, half of them in decode, the rest waiting or in prefill."""
+def make_queue(size: int, seed: int, sessions: bool = False) -> QueueView:
+    """A queue of ``size`` requests, half of them in decode, the rest waiting or in prefill; each of
+    a session of its own, of one of four tenants."""
     rng = random.Random(seed)
     requests = []
     for index in range(size):
@@ -56,6 +60,8 @@ def make_queue(size: int, seed: int) -> QueueView:
                 first_token_s=arrival_s + rng.uniform(0.1, 1.0) if decoding else None,
                 kv_blocks=-(-computed // BLOCK_TOKENS),
                 running=begun,
+                tenant=index % 4,
+                program=1 + index if sessions else 0,
             )
         )
     return QueueView(sorted(requests, key=lambda request: request.arrival_s))
@@ -80,9 +86,10 @@ def measure(calls: list[Callable[[], object]], repeats: int) -> dict[str, float]
     return {"median_ms": p50_ms, "p99_ms": p99_ms}
 
 
-def _plan(policy: BatchPolicy, requests: Sequence[RequestView]) -> object:
+def _plan(policy: BatchPolicy, requests: Sequence[RequestView], clock: Iterator[int]) -> object:
     """A whole plan, as an engine makes it: from views to planned tokens by request."""
-    return policy.plan(QueueView(requests), NOW_S, LATENCY, BUDGET).entries
+    now_s = NOW_S + 1e-6 * next(clock)  # at the same time no session has had more
+    return policy.plan(QueueView(requests), now_s, LATENCY, BUDGET).entries
 
 
 @click.command(name="planning")
@@ -90,7 +97,7 @@ def _plan(policy: BatchPolicy, requests: Sequence[RequestView]) -> object:
 @number_option("--repeats", default=40, least=1, most=10_000)
 @number_option("--seeds", default=10, least=1, most=1_000)
 def planning(as_json: bool, repeats: int, seeds: int) -> None:
-    """Time plan() of every batch policy.
+    """Time plan() of every batch policy, and of the default one where all requests have sessions.
 
     The JSON maps policy -> requests -> median_ms and p99_ms.
 
@@ -99,13 +106,15 @@ def planning(as_json: bool, repeats: int, seeds: int) -> None:
       sluice bench planning --json
     """
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in LOCAL:
-        policy = LOCAL.make(name)
-        results[name] = {}
+    cases = [(name, name, False) for name in LOCAL]
+    cases.append((f"{DEFAULT}, sessions", DEFAULT, True))
+    for label, name, sessions in cases:
+        policy, clock = LOCAL.make(name), count()
+        results[label] = {}
         for size in QUEUE_SIZES:
-            queues = [make_queue(size, seed).requests for seed in range(seeds)]
-            calls: list[Callable[[], object]] = [partial(_plan, policy, q) for q in queues]
-            results[name][str(size)] = measure(calls, repeats)
+            queues = [make_queue(size, seed, sessions).requests for seed in range(seeds)]
+            calls: list[Callable[[], object]] = [partial(_plan, policy, q, clock) for q in queues]
+            results[label][str(size)] = measure(calls, repeats)
     rows = [{"policy": name, **sizes} for name, sizes in results.items()]
     columns = [f"{size}.{figure}" for size in QUEUE_SIZES for figure in ("median_ms", "p99_ms")]
     title = "plan(), by number of requests"

@@ -119,10 +119,12 @@ def emit(table: Floats, places: Ints, now_s: float) -> None:
             table[place, FIRST_TOKEN] = now_s
 
 
-def compile_now(policy: str, options: Mapping[str, Any] | None = None) -> None:
-    """Compile the loops of an engine's plans under this policy, or load them. Raises ValueError as
-    ``make_policy``."""
-    warm_up(policy, options)
+def compile_now(
+    policy: str, options: Mapping[str, Any] | None = None, drafts: bool = True
+) -> None:
+    """Compile the loops of an engine's plans under this policy, or load them; ``drafts``: whether
+    it speculates. Raises ValueError as ``make_policy``."""
+    warm_up(policy, options, drafts)
     table, counts, places = np.empty((0, FIELDS)), np.empty((0, COUNTS), np.int64), np.empty(0)
     queue_rows(table, places, counts, counts, (1, 1), 0.0)
     changed_rows(table, counts, places.astype(np.int64), 1)

@@ -80,8 +80,9 @@ class PlanMixin(_Base):
         end_with_parent()
         super().__init__(*args, **kwargs)
         settings = _settings(self.vllm_config)
+        speculates = self.vllm_config.speculative_config is not None
         with phase("engine: policy"):
-            row_counts.compile_now(settings.policy, settings.policy_options)
+            row_counts.compile_now(settings.policy, settings.policy_options, speculates)
         log = RecordLog(settings.batch_log) if settings.batch_log is not None else None
         table = StateTable.open(settings.state_table)
         make = settings.make_policy
@@ -131,7 +132,6 @@ class PlanMixin(_Base):
             self._run_what_fits()
         most: int | None = getattr(self, "max_num_active_reqs", None)  # from 0.32
         self._most_running: int = self.max_num_running_reqs if most is None else most
-        speculates = self.vllm_config.speculative_config is not None
         self._drafts = PlannedDrafts(self) if speculates else None
         self._rows = RequestRows(
             self, self._local, self._hits, self._incoming, self._external, self._drafts

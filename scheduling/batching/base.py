@@ -443,15 +443,13 @@ def _break_standstill(batch: BatchBuilder, evicted: Ints, holders: Ints, lane: I
         batch.reopen()
 
 
-@compiled
 def by_least(table: Floats, rows: Ints, attained_s: Floats) -> Ints:
     """``rows`` by what their tenants and programs have attained, ties as they are. ``O(n log
     n)``."""
     tenants, attained_s = table[rows, TENANT], attained_s[rows]
-    own = np.argsort(attained_s[:, BEGAN], kind="mergesort")
-    own = own[np.argsort(attained_s[own, OWN], kind="mergesort")]
-    if own.shape[0] and not (tenants == tenants[0]).all():
-        own = own_in_places(tenants, np.argsort(attained_s[:, SHARED], kind="mergesort"), own)
+    own: Ints = np.lexsort((attained_s[:, BEGAN], attained_s[:, OWN]))
+    if len(own) and not (tenants == tenants[0]).all():
+        own = own_in_places(tenants, np.argsort(attained_s[:, SHARED], kind="stable"), own)
     return rows[own]
 
 
@@ -459,9 +457,23 @@ def by_least(table: Floats, rows: Ints, attained_s: Floats) -> Ints:
 def own_in_places(tenants: Floats, places: Ints, own: Ints) -> Ints:
     """``places`` with each tenant's own rows in the order of ``own``: what a tenant's programs have
     attained does not change its places. ``O(n log n)``."""
-    turned = np.empty(places.shape[0], np.int64)
-    of_tenant = np.argsort(tenants[places], kind="mergesort")
-    turned[of_tenant] = own[np.argsort(tenants[own], kind="mergesort")]
+    count = places.shape[0]
+    by_tenant = np.argsort(tenants, kind="mergesort")
+    first, ordered, turned = np.empty(count, np.int64), np.empty_like(own), np.empty_like(own)
+    begins = 0
+    for place, row in enumerate(by_tenant):
+        if tenants[row] != tenants[by_tenant[begins]]:
+            begins = place
+        first[row] = begins
+    taken = np.zeros(count, np.int64)
+    for row in own:
+        begins = first[row]
+        ordered[begins + taken[begins]] = row
+        taken[begins] += 1
+    for place in range(count - 1, -1, -1):
+        begins = first[places[place]]
+        taken[begins] -= 1
+        turned[place] = ordered[begins + taken[begins]]
     return turned
 
 

@@ -479,9 +479,10 @@ def tail(
     places = limits.sequences - int(limits.reserve * (limits.sequences + limits.active))
     late_places = max(1, int(LATE_SHARE * limits.active)) - late
     needed = blocks_needed(table, shed, limits.block_tokens)
-    order = np.argsort(worth, kind="mergesort")
     if attained_s.shape[0]:
         order = least_attained(table, shed, worth, work_s, attained_s)
+    else:
+        order = np.argsort(worth, kind="mergesort")
     chosen = np.empty(count, np.int64)
     taken = 0
     for begun in (True, False):

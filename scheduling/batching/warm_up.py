@@ -29,9 +29,9 @@ _BUDGETS = (
 )
 
 
-def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Plan toy queues that reach the policy's loops with every type. Raises ValueError as
-    ``make_policy``."""
+def warm_up(name: str, options: Mapping[str, Any] | None = None, drafts: bool = True) -> None:
+    """Plan toy queues that reach the policy's loops with every type; without ``drafts`` not those
+    that choose how many are verified. Raises ValueError as ``make_policy``."""
     policy = make_policy(name, options)
     waiting = [_prefill(i, slo, age_s, 0) for i, (slo, age_s) in _cases(0)]
     begun = [_prefill(i, slo, age_s, 64) for i, (slo, age_s) in _cases(1)]
@@ -51,9 +51,9 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None) -> None:
         _promised([*decoding, *waiting]),
         _programs([*decoding, *waiting]),
         _programs(_best_effort(waiting)),
-        _drafting(decoding),
-        [*_drafting(decoding), *waiting],
     )
+    if drafts:
+        queues += (_drafting(decoding), [*_drafting(decoding), *waiting])
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):
             plan = policy.plan(QueueView(queue), _NOW_S + 0.1 * step, _LATENCY, budget)

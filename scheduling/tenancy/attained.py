@@ -29,6 +29,7 @@ from sluice.scheduling.request.kernels import (
     Floats,
     Ints,
     compiled,
+    copy_row,
     most_work_s,
     needs_prefill,
 )
@@ -42,8 +43,9 @@ PAUSE_S = 1.0
 MAX_KNOWN = 4_096
 """Maximum number of programs and tenants; beyond it the one that is idle for longest is dropped."""
 
-# What is known of a program or tenant, ``float64[KNOWN, most]``, by name ascending.
-NAME = 0  # of a program, or a negative number for a tenant
+# What is known of a program or tenant, a row of ``float64[slots, KNOWN]``: a hash table, half full
+# at most, as a plan looks up each of its requests.
+NAME = 0  # of a program, or a negative number for a tenant; 0 in a free slot
 SECONDS = 1
 AS_OF = 2  # when it had them, or was last in a plan
 SINCE = 3  # when it had the first that is not forgotten
@@ -57,45 +59,68 @@ COLUMNS = 3
 
 
 @compiled
-def place_of(known: Floats, count: int, name: float) -> int:
-    """The column of ``name``, or where it would be."""
-    return int(np.searchsorted(known[NAME, :count], name))
+def first_slot(name: float, last: int) -> int:
+    """Where the search for ``name`` begins; ``last``: the last slot."""
+    return (int(abs(name)) * 2_654_435_761 >> 15) & last
 
 
 @compiled
-def left_of(known: Floats, place: int, now_s: float) -> float:
-    """What is left as of now of what the name in ``place`` has attained."""
-    idle_s = now_s - known[AS_OF, place]
-    if known[NAME, place] > 0.0:
+def slot_of(known: Floats, name: float) -> int:
+    """The slot of ``name``, or the free one that it would have."""
+    last = known.shape[0] - 1
+    slot = first_slot(name, last)
+    while known[slot, NAME] != 0.0 and known[slot, NAME] != name:
+        slot = (slot + 1) & last
+    return slot
+
+
+@compiled
+def left_of(known: Floats, slot: int, now_s: float) -> float:
+    """What is left as of now of what the name in ``slot`` has attained."""
+    idle_s = now_s - known[slot, AS_OF]
+    if known[slot, NAME] > 0.0:
         idle_s -= PAUSE_S
     if idle_s <= 0.0:
-        return known[SECONDS, place]
-    return known[SECONDS, place] * 0.5 ** (idle_s / HALF_LIFE_S)
+        return known[slot, SECONDS]
+    return known[slot, SECONDS] * 0.5 ** (idle_s / HALF_LIFE_S)
 
 
 @compiled
-def add(known: Floats, count: int, name: float, seconds: float, now_s: float) -> int:
-    """``name`` attains ``seconds``; how many are known then. ``O(known)`` for a new name."""
-    place = place_of(known, count, name)
-    if place < count and known[NAME, place] == name:
-        left = left_of(known, place, now_s)
+def drop(known: Floats, slot: int) -> None:
+    """Free a slot; names behind it that could not have theirs move up."""
+    last = known.shape[0] - 1
+    at = (slot + 1) & last
+    while known[at, NAME] != 0.0:
+        if (at - first_slot(known[at, NAME], last)) & last >= (at - slot) & last:
+            copy_row(known[slot], known[at])
+            slot = at
+        at = (at + 1) & last
+    known[slot, NAME] = 0.0
+
+
+@compiled
+def add(known: Floats, count: int, most: int, name: float, seconds: float, now_s: float) -> int:
+    """``name`` attains ``seconds``; how many are known then. ``O(1)``, but ``O(slots)`` for a new
+    name where ``most`` are known."""
+    slot = slot_of(known, name)
+    if known[slot, NAME] == name:
+        left = left_of(known, slot, now_s)
         if power_of_four(left) == 0.0:
-            known[SINCE, place] = now_s
-        known[SECONDS, place] = seconds + left
-        known[AS_OF, place] = now_s
+            known[slot, SINCE] = now_s
+        known[slot, SECONDS] = seconds + left
+        known[slot, AS_OF] = now_s
         return count
-    last = count
-    if count == known.shape[1]:
-        last = int(np.argmin(known[AS_OF]))  # not by service: those that begin have had least
-    step = 1 if last < place else -1
-    if step > 0:
-        place -= 1
-    for at in range(last, place, step):
-        for field in range(KNOWN):
-            known[field, at] = known[field, at + step]
-    known[NAME, place], known[SECONDS, place] = name, seconds
-    known[AS_OF, place] = known[SINCE, place] = now_s
-    return min(count + 1, known.shape[1])
+    if count == most:
+        oldest, idle_since_s = 0, inf  # not by service: those that begin have had least
+        for each in range(known.shape[0]):
+            if known[each, NAME] != 0.0 and known[each, AS_OF] < idle_since_s:
+                oldest, idle_since_s = each, known[each, AS_OF]
+        drop(known, oldest)
+        slot = slot_of(known, name)
+        count -= 1
+    known[slot, NAME], known[slot, SECONDS] = name, seconds
+    known[slot, AS_OF] = known[slot, SINCE] = now_s
+    return count + 1
 
 
 @compiled
@@ -108,32 +133,27 @@ def power_of_four(seconds: float) -> float:
 
 
 @compiled
-def attained_of(known: Floats, count: int, table: Floats, now_s: float) -> Floats:
+def attained_of(known: Floats, table: Floats, now_s: float) -> Floats:
     """``float64[n, COLUMNS]``: what the programs and tenants have attained of rows that wait or
     prefill. These programs are not idle."""
     found = np.zeros((table.shape[0], COLUMNS))
-    tenant, shared = -1.0, 0.0
     for row in range(table.shape[0]):
         if table[row, RUNNING] > 0.0 and not needs_prefill(
             table[row, EMITTED], table[row, PENDING]
         ):
             continue
-        program = table[row, PROGRAM]
+        program, tenant = table[row, PROGRAM], -1.0 - table[row, TENANT]
         found[row, BEGAN] = now_s
-        if program > 0.0:
-            place = place_of(known, count, program)
-            if place < count and known[NAME, place] == program:
-                known[SECONDS, place] = left_of(known, place, now_s)
-                known[AS_OF, place] = now_s
-                found[row, OWN] = power_of_four(known[SECONDS, place])
-                if found[row, OWN] > 0.0:
-                    found[row, BEGAN] = known[SINCE, place]
-        if table[row, TENANT] != tenant:
-            tenant, shared = table[row, TENANT], 0.0
-            place = place_of(known, count, -1.0 - tenant)
-            if place < count and known[NAME, place] == -1.0 - tenant:
-                shared = left_of(known, place, now_s)
-        found[row, SHARED] = shared / table[row, WEIGHT]
+        slot = slot_of(known, program)
+        if program > 0.0 and known[slot, NAME] == program:
+            known[slot, SECONDS] = left_of(known, slot, now_s)
+            known[slot, AS_OF] = now_s
+            found[row, OWN] = power_of_four(known[slot, SECONDS])
+            if found[row, OWN] > 0.0:
+                found[row, BEGAN] = known[slot, SINCE]
+        slot = slot_of(known, tenant)
+        if known[slot, NAME] == tenant:
+            found[row, SHARED] = left_of(known, slot, now_s) / table[row, WEIGHT]
     return found
 
 
@@ -154,17 +174,13 @@ def shares_of(table: Floats, rows: Ints, tokens: Ints, pieces: Floats) -> Floats
 
 
 @compiled
-def settle(known: Floats, count: int, shares: Floats, now_s: float) -> int:
+def settle(known: Floats, count: int, most: int, shares: Floats, now_s: float) -> int:
     """Add the shares of a batch; how many names are known then."""
-    of_tenant = 0.0
     for place in range(shares.shape[1]):
         program, tenant, seconds = shares[0, place], shares[1, place], shares[2, place]
         if program > 0.0:
-            count = add(known, count, program, seconds, now_s)
-        of_tenant += seconds
-        if place + 1 == shares.shape[1] or shares[1, place + 1] != tenant:
-            count = add(known, count, -1.0 - tenant, of_tenant, now_s)
-            of_tenant = 0.0
+            count = add(known, count, most, program, seconds, now_s)
+        count = add(known, count, most, -1.0 - tenant, seconds, now_s)
     return count
 
 
@@ -175,10 +191,11 @@ _NO_SHARES: Floats = np.empty((3, 0))
 
 
 class Attained:
-    """Who has attained how much, on the caller's clock. ``O(log known)`` per row."""
+    """Who has attained how much, on the caller's clock. ``O(1)`` per row."""
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
-        self._known: Floats = np.zeros((KNOWN, most))
+        self._known: Floats = np.zeros((2 << (most - 1).bit_length(), KNOWN))
+        self._most = most
         self._count = 0
         # The last batch counts from the next moment on: to plan it again changes nothing.
         self._shares: Floats = _NO_SHARES
@@ -192,9 +209,9 @@ class Attained:
         """``float64[n, COLUMNS]``: what the programs and tenants have attained of rows that wait or
         prefill; 0 for the others."""
         if now_s > self._at_s:
-            self._count = settle(self._known, self._count, self._shares, self._at_s)
+            self._count = settle(self._known, self._count, self._most, self._shares, self._at_s)
             self._shares, self._at_s = _NO_SHARES, now_s
-        return attained_of(self._known, self._count, table, now_s)
+        return attained_of(self._known, table, now_s)
 
     def charge(
         self, table: Floats, rows: Ints, tokens: Ints, latency: LatencyModel, now_s: float
