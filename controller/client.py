@@ -199,6 +199,12 @@ class ControllerClient:
         answer = await self._observer.answer("decisions", limit, timeout_s=SCRAPE_TIMEOUT_S)
         return answer
 
+    async def usage(self) -> dict[str, Any] | None:
+        """Who has used the engines, by tenant and class."""
+        answer: dict[str, Any] | None
+        answer = await self._observer.answer("usage", timeout_s=SCRAPE_TIMEOUT_S)
+        return answer
+
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False
     ) -> dict[str, Any] | None:

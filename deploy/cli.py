@@ -28,6 +28,7 @@ _MODULES = {
     "profile": ("profile",),
     "offline": ("config", "env", "keys", "policies"),
     "completion": ("completion",),
+    "usage": ("usage",),
 }
 
 _PURPOSES = {
@@ -44,6 +45,7 @@ _PURPOSES = {
     "simulate": "Find how many replicas recorded traffic needs.",
     "status": "Say whether a running application serves as it should.",
     "top": "Show replicas and service classes of an application, live.",
+    "usage": "Say who has used the engines, and what a promise kept costs.",
 }
 """The first sentence of each command's help. Lists and completions show it without an import."""
 

@@ -187,7 +187,8 @@ class EngineRequest:
 
     ``tenant`` is a 63-bit hash; best-effort tenants take turns by ``weight`` (> 0). ``rank`` is
     of the engine with data parallelism; ``None``: the replica chooses. ``turn``: ``None`` for a
-    request that names no session and brings no tool's result."""
+    request that names no session and brings no tool's result. ``client``: the tenant's name in
+    metrics; empty: the request is not a client's."""
 
     request_id: str
     endpoint: Endpoint
@@ -209,6 +210,7 @@ class EngineRequest:
     kv_of_request: str = ""
     rank: int | None = None
     turn: Turn | None = None
+    client: str = ""
 
     def at(self, rank: int | None) -> EngineRequest:
         """The same request for this rank."""

@@ -216,7 +216,11 @@ class ReplicaServer:
         self._gpus = GpuMonitor(ray.get_runtime_context().get_accelerator_ids()["GPU"], len(made))
         registry.register(
             ReplicaCollector(
-                self._ranks.replicas, lambda: self._configured.number, role, lambda: self._gpus.uses
+                self._ranks.replicas,
+                lambda: self._configured.number,
+                role,
+                lambda: self._gpus.uses,
+                (replica.num_gpus or devices(engine.vllm_args)) / len(made),
             )
         )
         self._pusher = MetricsPusher(self._client, registry, source=process)

@@ -6,10 +6,11 @@ summed over the fleet, as a label per replica that ever lived would grow without
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from prometheus_client import Metric
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _COUNTERS = {
     "sluice_engine_steps": ("steps", "Batches that engines ran."),
+    "sluice_engine_busy_seconds": ("busy_s", "Time in which an engine ran a batch."),
     "sluice_preemptions": ("preemptions", "Requests that lost their KV and were recomputed."),
     "sluice_best_effort_evictions": (
         "evictions",
@@ -139,9 +141,14 @@ _HISTOGRAMS = {
 }
 
 
+UNATTRIBUTED: Final = "unattributed"
+"""Name of the client of what is no client's: profiling and warm-up."""
+
+
 class ReplicaCollector(Collector):
     """The metrics of one replica; counters and histograms are summed over its ranks.
-    ``configured``: min number of replicas of its pool; ``gpus``: of each rank, or none."""
+    ``configured``: min number of replicas of its pool; ``gpus``: of each rank, or none; ``size``:
+    GPUs that a rank's engine occupies, or what stands for them."""
 
     def __init__(
         self,
@@ -149,8 +156,10 @@ class ReplicaCollector(Collector):
         configured: Callable[[], int | None],
         role: Role = "mixed",
         gpus: Callable[[], Sequence[GpuUse]] = tuple,
+        size: float = 1.0,
     ) -> None:
         self._ranks = ranks
+        self._size = size
         self._gpus = gpus
         self._configured = configured
         self._role = role
@@ -179,10 +188,12 @@ class ReplicaCollector(Collector):
             yield gauge
         yield from self._of_gpus(self._gpus())
         try:
-            summary = np.array([each.engine.state().summary for each in self._ranks])
+            states = [each.engine.state() for each in self._ranks]
         except RuntimeError as error:
             logger.warning("no engine metrics: %s", error)
             return
+        summary = np.array([each.summary for each in states])
+        yield from self._usage(np.concatenate([each.accounts for each in states]))
         for name, (field, documentation) in _COUNTERS.items():
             yield CounterMetricFamily(name, documentation, value=float(summary[field].sum()))
         for name, (field, documentation) in _GAUGES.items():
@@ -190,6 +201,23 @@ class ReplicaCollector(Collector):
         for name, (counts, total, bounds, documentation) in _HISTOGRAMS.items():
             found, sum_value = summary[counts].sum(axis=0), float(summary[total].sum())
             yield _histogram(name, documentation, bounds, found, sum_value)
+
+    def _usage(self, accounts: np.ndarray) -> Iterator[Metric]:
+        for name, field, factor, documentation in (
+            ("seconds", "seconds", 1.0, "Time of engines by who used it."),
+            ("gpu_seconds", "seconds", self._size, "The same times the GPUs of an engine."),
+            ("kv_block_seconds", "kv_block_seconds", 1.0, "KV blocks held times engine time."),
+        ):
+            family = CounterMetricFamily(
+                f"sluice_engine_{name}", documentation, labels=["client", "class"]
+            )
+            sums: Counter[tuple[str, str]] = Counter()
+            for account in accounts:
+                key = account["client"].decode(), account["class"].decode()
+                sums[key if key[0] else (UNATTRIBUTED, "none")] += factor * account[field]
+            for key, value in sums.items():
+                family.add_metric(key, value)
+            yield family
 
     def _of_gpus(self, uses: Sequence[GpuUse]) -> Iterator[Metric]:
         if not uses:

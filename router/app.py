@@ -138,7 +138,11 @@ class Router:
                 await asyncio.to_thread(tracer.shutdown)
 
         fleets = ModelRegistry([part.fleet for part in parts], edge)
-        admin_service = AdminService({part.fleet.model: part.client for part in parts})
+        admin_service = AdminService(
+            {part.fleet.model: part.client for part in parts},
+            gpu_hour_price=config.gpu_hour_price,
+            currency=config.currency,
+        )
         api = make_api(
             config,
             fleets,

@@ -389,6 +389,16 @@ class RouterConfig(BaseModel):
     admin: AdminConfig = Field(
         default_factory=AdminConfig, description="The admin API and the live page."
     )
+    gpu_hour_price: float | None = Field(
+        default=None,
+        ge=0,
+        le=1_000_000,
+        description="Price of one GPU for an hour, by which `sluice usage` gives costs; where "
+        "engines run without GPUs, of one engine.",
+    )
+    currency: str = Field(
+        default="USD", pattern="^[A-Z]{3}$", description="Its currency, by ISO 4217."
+    )
     classes: dict[str, ServiceClass] = Field(
         default_factory=_default_classes,
         min_length=1,

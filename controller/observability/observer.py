@@ -40,6 +40,13 @@ from sluice.scheduling.request.job import Tier
 from sluice.scheduling.request.objective import Objective
 from sluice.scheduling.roles import Role
 
+_USAGE = {
+    "engine_seconds": "sluice_engine_seconds",
+    "gpu_seconds": "sluice_engine_gpu_seconds",
+    "kv_block_seconds": "sluice_engine_kv_block_seconds",
+}
+"""What replicas push of each tenant and class, by its name in the answer on usage."""
+
 # The deciding actor's state for an operator, as plain JSON data. Durations are milliseconds.
 
 
@@ -340,6 +347,34 @@ class Observer:
             return None
         records = [pickle.loads(each) for each in latest.pickled]
         return list(self._log.explained(records, latest.now_s))
+
+    async def usage(self) -> dict[str, Any]:
+        """Who has used the engines, by tenant and class. ``O(series)``."""
+        now_s = self._touch()
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+
+        def add(labels: Mapping[str, str], name: str, value: float) -> None:
+            key = labels["client"], labels["class"]
+            row = rows.setdefault(
+                key,
+                {"client": key[0], "class": key[1]}
+                | dict.fromkeys((*_USAGE, "promised", "kept"), 0.0),
+            )
+            row[name] += value
+
+        for name, family in _USAGE.items():
+            for _, labels, value in self._hub.series(family):
+                add(dict(labels), name, value)
+        for _, labels, value in self._hub.series("sluice_client_promises"):
+            of = dict(labels)
+            add(of, "promised", value)
+            add(of, "kept", value if of["outcome"] == "kept" else 0.0)
+        busy_s = sum(value for *_, value in self._hub.series("sluice_engine_busy_seconds"))
+        return {
+            "counted_s": now_s - self._started_s,
+            "busy_seconds": busy_s,
+            "rows": [rows[key] for key in sorted(rows)],
+        }
 
     def _gpus(self) -> dict[str, dict[str, float]]:
         """The use of the GPUs of each replica that has some."""

@@ -112,6 +112,30 @@ class _Drained(BaseModel):
     remembered: bool
 
 
+class UsageRow(BaseModel):
+    """What a tenant has used in a class."""
+
+    model: str
+    client: str
+    service_class: str = Field(alias="class")
+    engine_seconds: float
+    gpu_seconds: float
+    kv_block_seconds: float
+    promised: float
+    kept: float
+
+
+class UsageAnswer(BaseModel):
+    """The API's answer on usage; a file of `sluice usage --json` has its fields, too."""
+
+    since: str
+    until: str
+    gpu_hour_price: float | None
+    currency: str
+    busy_seconds: float
+    rows: list[UsageRow]
+
+
 _ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -178,6 +202,10 @@ class AdminApi:
     def fleet(self) -> dict[str, Any]:
         """Every model's controller, replicas and classes."""
         return self._ask("GET", "/fleet", _Fleet)
+
+    def usage(self) -> dict[str, Any]:
+        """Engine time by model, tenant and class."""
+        return self._ask("GET", "/usage", UsageAnswer)
 
     def drain(self, replica_id: str, force: bool = False) -> dict[str, Any]:
         """Close a replica to new requests. Raises LastReplicaError: the last of its model, without

@@ -29,6 +29,8 @@ from sluice.scheduling.request.kernels import (
     PENDING,
     PROMISED,
     TPOT,
+    Floats,
+    Ints,
     deadlines_s,
     is_prefill,
 )
@@ -36,6 +38,7 @@ from sluice.scheduling.request.objective import SLO, Anchor
 from sluice.scheduling.request.queue import QueueView, row_of
 from sluice.scheduling.request.stages import StagePosition, later_of
 from sluice.scheduling.roles import Role
+from sluice.scheduling.tenancy.usage import NO_SHARES, EngineUsage
 from sluice.telemetry.records import RecordLog
 
 DEFAULT_MODEL = LinearLatency(a=0.005, b=0.0002, c=0.000001)
@@ -231,7 +234,7 @@ def task_of(args: RequestArgs) -> str:
 class StepInFlight:
     """A batch that the engine is running. ``parts_s``: fixed part and work of its uncorrected
     prediction. ``checked``: drafted tokens among its own, by request; ``drafted``: most of one
-    request."""
+    request. ``shares``: see ``tenancy.usage``."""
 
     started_s: float
     plan: BatchPlan
@@ -242,6 +245,7 @@ class StepInFlight:
     checked: Mapping[str, int] = field(default_factory=dict)
     drafted: int | None = None
     next_start_s: float = inf
+    shares: Floats = field(default_factory=lambda: NO_SHARES)
 
 
 class LocalScheduler:
@@ -263,11 +267,12 @@ class LocalScheduler:
             (
                 *("steps", "plan_mismatches", "preemptions", "evictions", "evicted_tokens"),
                 *("plan_seconds_sum", "step_ratio_sum", "transfers", "transfer_seconds"),
-                *("transfer_tokens", "transfer_bytes", "transfer_failures"),
+                *("transfer_tokens", "transfer_bytes", "transfer_failures", "busy_s"),
             ),
             0,
         )
         self.model = model
+        self.usage = EngineUsage(table.accounts, table.capacity)
         self.drafts = DraftCounts()
         self.times = StepTimes() if times is None else times
         self._policy = policy
@@ -281,6 +286,8 @@ class LocalScheduler:
         self._log = log
         self._planned = PlanRecords()
         self._best_effort_wait_s = 0.0
+        self._block_tokens = 1
+        self._ended_s = 0.0
         self._rowless = 0
         self._unlearned = 0
 
@@ -312,6 +319,7 @@ class LocalScheduler:
         expected = min(self._expected_tokens(args), max_tokens)
         if max_tokens == 1:
             expected = 1.0
+        self.usage.begin(slot, args.client, slo.service_class)
         stages = None
         if slo.stages:
             position = StagePosition(slo.stages)
@@ -367,6 +375,7 @@ class LocalScheduler:
         if output_tokens is not None:
             for task in {tracked.slo.service_class, task_of(tracked.args)}:
                 self._lengths.observe(task, output_tokens)
+        self.usage.release(tracked.slot)
         if tracked.slot == NO_SLOT:
             self._rowless -= 1
         else:
@@ -390,6 +399,7 @@ class LocalScheduler:
         """Plan the next batch by the policy, with the corrected latency model."""
         started = time.perf_counter()
         self.refresh_model()
+        self._block_tokens = budget.block_tokens
         if self._log is not None:
             self._planned.note(self._policy, queue, now_s, self.model, budget)
         plan = self._policy.plan(queue, now_s, self.model, budget)
@@ -436,7 +446,8 @@ class LocalScheduler:
         tokens, computed tokens before; ``fetched``: planned requests whose KV is fetched first."""
         self.counts["preemptions"] += len(preempted)
         ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
-        work = StepSample.of_arrays(np.array(tokens), np.array(computed), drafted or 0)
+        new, before = np.array(tokens), np.array(computed)
+        work = StepSample.of_arrays(new, before, drafted or 0)
         # Without headroom: the learned and published value is the accuracy of the model.
         parts_s = self.model.parts_s(work)
         planned: Mapping[str, int] = plan.tokens_of
@@ -445,6 +456,7 @@ class LocalScheduler:
         if not ran and not planned:
             return StepInFlight(now_s, plan, work, parts_s, preempted)
         self.counts["steps"] += 1
+        shares = self._shares(ids, new, before, preempted) if ran else NO_SHARES
         if planned != dict(zip(ids, tokens, strict=True)):
             self.counts["plan_mismatches"] += 1
         checked = {} if checked is None else checked
@@ -452,7 +464,22 @@ class LocalScheduler:
         record = None
         if self._log is not None:
             record = self._record(plan, ran, now_s, preempted, checked)
-        return StepInFlight(now_s, plan, work, parts_s, preempted, record, checked, drafted)
+        return StepInFlight(
+            now_s, plan, work, parts_s, preempted, record, checked, drafted, shares=shares
+        )
+
+    def _shares(
+        self, ids: Sequence[str], tokens: Ints, computed: Ints, preempted: Sequence[str]
+    ) -> Floats:
+        """Whose a batch is."""
+        slots = [
+            NO_SLOT if each is None else each.slot
+            for each in map(self.requests.get, (*preempted, *ids))
+        ]
+        for slot in slots[: len(preempted)]:
+            self.usage.release(slot)
+        own = np.array(slots[len(preempted) :])
+        return self.usage.shares(self.model.pieces, own, tokens, computed, self._block_tokens)
 
     def end_step(
         self,
@@ -481,6 +508,13 @@ class LocalScheduler:
         seconds = passed_s if seconds is None else seconds
         if self._log is not None and step.record is not None:
             self._log.write({**step.record, "end_s": now_s, "seconds": seconds})
+        if computed:
+            busy_s = seconds
+            if self.times.stages > 1:  # batches overlap
+                busy_s = now_s - max(step.started_s, self._ended_s)
+            self.counts["busy_s"] += busy_s
+            self.usage.charge(step.shares, busy_s)
+        self._ended_s = now_s
         if computed and seconds > 0:
             self._learn(step, seconds, predicted_s, drafting_s, disturbed or self.times.guessed)
         summary: dict[str, Any] = {
@@ -496,6 +530,7 @@ class LocalScheduler:
             "best_effort_wait_s": self._best_effort_wait_s,
             "patience_s": self._policy.best_effort.patience_s,
             "draft_s": self._draft_time.seconds,
+            "accounts": len(self.usage),
             **self.counts,
         }
         if computed:  # an empty batch is not evidence of step times

@@ -27,6 +27,7 @@ from sluice.scheduling.request.kernels import FIELDS, LIVE, Floats, Ints
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Later, later_of
 from sluice.scheduling.roles import ROLES, Role
+from sluice.scheduling.tenancy.usage import ACCOUNT, MAX_ACCOUNTS
 
 # The order in which one process sees another's writes to shared memory.
 #
@@ -72,6 +73,7 @@ SAMPLE_RING = 2048
 CALL_RING = 1024
 _MAGIC = 0x534C5549_4345000A
 _SAMPLE_FIELDS = len(StepSample._fields)
+_ACCOUNTS_SIZE = MAX_ACCOUNTS * ACCOUNT.itemsize
 _MODELS = list(FAMILIES.values())
 _MAX_COEFFICIENTS = max(len(model.names) for model in _MODELS)
 
@@ -122,7 +124,8 @@ class TableFullError(RuntimeError):
 
 class StateTable:
     """The table of ``buffer``, zeroed memory of ``nbytes`` bytes if it is new. ``summary``'s
-    histograms are counted outside a write. Raises RuntimeError: this machine has no fence."""
+    histograms and ``accounts`` are counted outside a write. Raises RuntimeError: this machine has
+    no fence."""
 
     def __init__(
         self,
@@ -145,6 +148,9 @@ class StateTable:
             count=HELD_SLOTS,
             offset=offset + self._samples.nbytes + self._rows.nbytes,
         )
+        self.accounts = np.frombuffer(
+            buffer, dtype=ACCOUNT, count=MAX_ACCOUNTS, offset=self.nbytes(capacity) - _ACCOUNTS_SIZE
+        )
         self._header = header[0:1]
         self.summary = self._header["summary"]
         self._sequence = self._header["sequence"]
@@ -160,7 +166,8 @@ class StateTable:
         """Memory of a table, bytes."""
         samples = SAMPLE_RING * _SAMPLE_FIELDS * 8
         rows = capacity * ROW.itemsize
-        return int(_HEADER.itemsize + samples + rows + HELD_SLOTS * HELD.itemsize)
+        held = HELD_SLOTS * HELD.itemsize
+        return int(_HEADER.itemsize + samples + rows + held + _ACCOUNTS_SIZE)
 
     @classmethod
     def create(
@@ -314,9 +321,10 @@ class StateTable:
                 rows = self._rows[slots]
                 summary = self.summary[0].copy()
                 held = self._held.copy()
+                accounts = self.accounts[: summary["accounts"]].copy()
                 self._fence()
                 if int(self._sequence[0]) == before:
-                    return EngineState(self._clock(), slots, rows, summary, held)
+                    return EngineState(self._clock(), slots, rows, summary, held, accounts)
             if attempt >= 10:
                 # A write takes microseconds, unless the machine has taken the writer off its core.
                 time.sleep(0.001)

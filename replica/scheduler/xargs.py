@@ -38,7 +38,7 @@ _PATHS = ("state_table", "batch_log")
 class RequestArgs(NamedTuple):
     """What Sluice adds to an engine request. ``request_id``: shared by all sequences of one API
     call; ``arrival_s``: on the host's monotonic clock; ``tenant``: a hash of 63 bits; ``resumed``:
-    tokens of its own output that have joined the prompt."""
+    tokens of its own output that have joined the prompt; ``client``: as in ``EngineRequest``."""
 
     request_id: str
     arrival_s: float
@@ -51,6 +51,7 @@ class RequestArgs(NamedTuple):
     reasoning_ends: frozenset[int] = frozenset()
     turn: Turn | None = None
     resumed: Annotated[int, Meta(ge=0)] = 0
+    client: Annotated[str, Meta(max_length=64)] = ""
 
     @classmethod
     def of(
@@ -69,6 +70,7 @@ class RequestArgs(NamedTuple):
             ends,
             request.turn,
             request.resumed_tokens,
+            request.client,
         )
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,10 +36,14 @@ class AdminService:
         self,
         controllers: Mapping[str, ControllerClient],
         clock: Callable[[], float] = time.monotonic,
+        gpu_hour_price: float | None = None,
+        currency: str = "USD",
     ) -> None:
+        self._price = {"gpu_hour_price": gpu_hour_price, "currency": currency}
         self._controllers = dict(controllers)
         self._clock = clock
         self._fleet = Recent(self._make_fleet, TTL_S, clock)
+        self._usage = Recent(self._make_usage, TTL_S, clock)
         self._decisions = {
             most: Recent(lambda most=most: self._make_decisions(most), TTL_S, clock)  # type: ignore[misc]
             for most in (FEW_DECISIONS, MAX_DECISIONS)
@@ -47,6 +52,10 @@ class AdminService:
     async def fleet(self) -> dict[str, Any]:
         """Every replica, class and controller. Raises ApiError: 503; no controller answered."""
         return await self._fleet.get()
+
+    async def usage(self) -> dict[str, Any]:
+        """Engine time by model, tenant and class. Raises ApiError: 503; an observer is silent."""
+        return await self._usage.get()
 
     async def decisions(self, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
         """The last decisions, latest first; the id may be the client's. Raises ApiError: 503."""
@@ -113,6 +122,22 @@ class AdminService:
             },
         }
 
+    async def _make_usage(self) -> dict[str, Any]:
+        found = await self._ask(lambda controller: controller.usage())
+        if None in found.values():  # a sum without a model would look complete
+            raise _no_controller()
+        now = datetime.now(UTC)
+        counted_s = max(each["counted_s"] for each in found.values())
+        return {
+            "since": _iso(now - timedelta(seconds=counted_s)),
+            "until": _iso(now),
+            **self._price,
+            "busy_seconds": sum(each["busy_seconds"] for each in found.values()),
+            "rows": [
+                {"model": model, **row} for model, each in found.items() for row in each["rows"]
+            ],
+        }
+
     async def _make_decisions(self, limit: int) -> list[dict[str, Any]]:
         found = await self._ask(lambda controller: controller.decisions(limit))
         made = [{"model": model, **each} for model, own in found.items() for each in own or ()]
@@ -124,6 +149,10 @@ class AdminService:
         if all(answer is None for answer in answers):
             raise _no_controller()
         return dict(zip(self._controllers, answers, strict=True))
+
+
+def _iso(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _last(replica_id: str, model: str) -> ApiError:
@@ -193,6 +222,11 @@ def admin_routes(admin_service: AdminService) -> APIRouter:
     async def fleet(request: Request) -> JSONResponse:
         _check_parameters(request, ())
         return _answer(await admin_service.fleet())
+
+    @routes.get("/usage", response_model=None)
+    async def usage(request: Request) -> JSONResponse:
+        _check_parameters(request, ())
+        return _answer(await admin_service.usage())
 
     @routes.get("/decisions", response_model=None)
     async def decisions(request: Request) -> JSONResponse:

@@ -220,7 +220,8 @@ class Dispatcher:
             if answer is not None and answer.promises and outcome is not Outcome.CLIENT_ERROR:
                 failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
                 predicted_s = answer.decision.predicted_ttft_s
-                kept = admission.ended(figures, predicted_s, failed, answer.moved)
+                moved, client = answer.moved, call.client.name
+                kept = admission.ended(figures, predicted_s, failed, moved, client)
         if call.scheduled:
             computed = (figures.prompt or 0) - (figures.cached or 0) + figures.generated
             self._placements.ended(call, computed)
@@ -367,6 +368,7 @@ class Dispatcher:
             direct_patience_s=STALLED_READER_S if answer.fetched else None,
             promised=promised,
             turn=call.turn,
+            client=self._metrics.clients.label(call.client.name),
         )
         if moves and answer.opened:
             source = answer.opened[-1]
@@ -545,4 +547,5 @@ class Dispatcher:
             clock = TokenClock(slo, answer.call.received_s)
             outcome = Outcome.CANCELLED if left else Outcome.FAILED
             figures = RequestFigures.of(clock, outcome, self.clock())
-            self._metrics.admission.ended(figures, None, not left, answer.moved)
+            moved, client = answer.moved, answer.call.client.name
+            self._metrics.admission.ended(figures, None, not left, moved, client)

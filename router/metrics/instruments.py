@@ -236,6 +236,13 @@ class AdmissionMetrics:
             "class",
             "objective",
         )
+        self._client_promises = make.counters(
+            "sluice_client_promises",
+            "Guaranteed requests by the name of their API key, and by outcome.",
+            "client",
+            "class",
+            "outcome",
+        )
         self._ttft_ratio = make.histograms(
             "sluice_ttft_ratio",
             "Observed TTFT of guaranteed requests divided by its predicted median.",
@@ -288,6 +295,7 @@ class AdmissionMetrics:
         predicted_ttft_s: float | None,
         failed: bool,
         moved: bool = False,
+        client: str = UNNAMED,
     ) -> bool | None:
         """Count a promised request that ended, and return whether its SLO was met; ``None``: its
         client left without a token before the deadlines. ``moved``: it left a late replica."""
@@ -304,6 +312,7 @@ class AdmissionMetrics:
                 return None
         outcome = "missed" if missed else "kept"
         self._promises(service_class, outcome).inc()
+        self._client_promises(self._clients.label(client), service_class, outcome).inc()
         if moved:
             self._moved(service_class, outcome).inc()
         for objective in missed:
@@ -551,9 +560,9 @@ class RouterMetrics:
             "client",
             "outcome",
         )
-        self._clients = ClientNames()
-        self.admission = AdmissionMetrics(make, self._clients)
-        self.usage = UsageMetrics(make, self._clients)
+        self.clients = ClientNames()
+        self.admission = AdmissionMetrics(make, self.clients)
+        self.usage = UsageMetrics(make, self.clients)
 
     @property
     def of_the_edge(self) -> tuple[Collector, ...]:
@@ -580,11 +589,11 @@ class RouterMetrics:
 
     def _ended_early(self, endpoint: Endpoint, outcome: Outcome, client: Client) -> None:
         self._requests(NO_CLASS, outcome.value, endpoint).inc()
-        self._by_client(self._clients.label(client.name), outcome.value).inc()
+        self._by_client(self.clients.label(client.name), outcome.value).inc()
 
     def ended(self, call: Call, figures: RequestFigures) -> None:
         """Count a request that ended, and whose class is known."""
-        slo, outcome, client = figures.slo, figures.outcome, self._clients.label(call.client.name)
+        slo, outcome, client = figures.slo, figures.outcome, self.clients.label(call.client.name)
         self._requests(slo.service_class, outcome.value, call.endpoint).inc()
         self._by_client(client, outcome.value).inc()
         for field in call.clamped:

@@ -7,11 +7,14 @@ from itertools import product
 from math import nan
 from typing import Any
 
+import numpy as np
+
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.batching.batch import BatchBudget
 from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
+from sluice.scheduling.tenancy.usage import ACCOUNT, EngineUsage
 
 _LATENCY = LinearLatency(a=0.005, b=0.0002, c=0.000001, d=0.0000001)
 _NOW_S = 1000.0
@@ -54,6 +57,8 @@ def warm_up(name: str, options: Mapping[str, Any] | None = None, drafts: bool = 
     )
     if drafts:
         queues += (_drafting(decoding), [*_drafting(decoding), *waiting])
+    ones = np.ones(1, np.int64)
+    EngineUsage(np.zeros(1, ACCOUNT), 2).shares(_LATENCY.pieces, ones, ones, ones, _BLOCK_TOKENS)
     for budget in _BUDGETS:
         for step, queue in enumerate(queues):
             plan = policy.plan(QueueView(queue), _NOW_S + 0.1 * step, _LATENCY, budget)

@@ -9,6 +9,7 @@ import numpy as np
 
 from sluice.scheduling.fleet.prefix import NO_HELD
 from sluice.scheduling.request.kernels import LIVE, Floats
+from sluice.scheduling.tenancy.usage import NO_ACCOUNTS
 
 WAITING = 1
 RUNNING = 2
@@ -65,6 +66,8 @@ SUMMARY = np.dtype(
         ("fixed_correction", "<f8"),  # the same on what a step costs without any
         ("step_spread", "<f8"),  # relative error of corrected predictions, root mean square
         ("steps", "<i8"),
+        ("busy_s", "<f8"),  # time in which a batch ran
+        ("accounts", "<i8"),  # number of them, see tenancy.usage
         ("waiting", "<i4"),
         ("running", "<i4"),
         ("free_kv_blocks", "<i4"),
@@ -113,13 +116,14 @@ class EngineState(NamedTuple):
     """A consistent copy of a scheduler's state, made at ``now_s`` of the replica's monotonic clock.
     ``slots`` is ``int32[n]``, which a request keeps while it lives; ``rows`` ``ROW[n]``;
     ``summary`` a ``SUMMARY`` scalar; ``held`` the chunks whose KV it holds by slot, empty if
-    unknown."""
+    unknown; ``accounts`` who has used the engine, ``ACCOUNT[n]``."""
 
     now_s: float
     slots: np.ndarray
     rows: np.ndarray
     summary: np.void
     held: np.ndarray = NO_HELD
+    accounts: np.ndarray = NO_ACCOUNTS
 
 
 def rows_of(table: Floats, later: Floats | None = None) -> np.ndarray:

@@ -69,6 +69,9 @@ class ObservedController(Controller):
         assert view is not None
         return view
 
+    async def usage(self) -> dict[str, Any]:
+        return await self.observer.usage()
+
     async def decisions(self, limit: int) -> list[dict[str, Any]]:
         told = await self.observer.decisions(limit)
         assert told is not None

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Remembering(ObservedController):
 class Application:
     """A router with a controller, served on a port, and a hand in what its replicas report."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu_hour_price: float | None = None) -> None:
         self.port = free_port()
         self.clock = Clock()
         self.controller = Remembering(ControllerConfig(), self.clock)
@@ -68,7 +69,7 @@ class Application:
         side, metrics = FarSide(), RouterMetrics()
         dispatcher = Dispatcher(FarController(), side, metrics, config)
         fleets = ModelRegistry([Model("m", dispatcher, Catalog(side), metrics)], metrics)
-        admin_service = AdminService({"m": self.controller})
+        admin_service = AdminService({"m": self.controller}, gpu_hour_price=gpu_hour_price)
         api = make_api(config, fleets, LocalPage(metrics), admin_service=admin_service)
         self.server = uvicorn.Server(
             uvicorn.Config(api, host="127.0.0.1", port=self.port, log_level="warning")
@@ -89,18 +90,22 @@ class Application:
         variables = {"SLUICE_ADDRESS": f"http://127.0.0.1:{self.port}", "SLUICE_ADMIN_KEY": key}
         return CliRunner().invoke(main, words, env=variables, input=typed)
 
+    @contextmanager
+    def serving(self) -> Iterator[Application]:
+        self.thread.start()
+        wait_until(lambda: self.server.started, "it listens")
+        yield self
+        self.server.should_exit = True
+        self.thread.join(timeout=120)
+        assert not self.thread.is_alive()
+
 
 @pytest.fixture
 def application() -> Iterator[Application]:
-    it = Application()
-    it.thread.start()
-    wait_until(lambda: it.server.started, "it listens")
-    it.tell(it.controller.hello(hello("idle")))
-    it.tell(it.controller.hello(hello("busy", [decode_row(1, 100), waiting_row(2, 50)])))
-    yield it
-    it.server.should_exit = True
-    it.thread.join(timeout=120)
-    assert not it.thread.is_alive()
+    with Application().serving() as it:
+        it.tell(it.controller.hello(hello("idle")))
+        it.tell(it.controller.hello(hello("busy", [decode_row(1, 100), waiting_row(2, 50)])))
+        yield it
 
 
 def test_status_says_that_all_is_well(application: Application) -> None:

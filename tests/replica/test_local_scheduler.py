@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.protocol.requests import Turn
-from sluice.replica.scheduler.local_scheduler import GarbageCollector, LocalScheduler
+from sluice.replica.scheduler.local_scheduler import GarbageCollector, LocalScheduler, StepTimes
 from sluice.replica.scheduler.state_table import NO_ROWS, StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.scheduling.batching import BatchBudget, BatchPlan, make_policy
@@ -131,6 +131,19 @@ def test_with_two_steps_in_flight_each_is_charged_its_own_time(engine):
         engine.end(step)
     samples = [sample.seconds for sample in engine.table.samples()]
     assert samples == pytest.approx([0.020, 0.025])
+
+
+def test_overlapping_batches_of_a_pipeline_are_not_charged_twice(table):
+    engine = Engine(table)
+    engine.scheduler.times = StepTimes(stages=2)
+    plan = engine.plan(view("e1"))
+    first = engine.scheduler.begin_step(plan, [("e1", 10, 0)], 0.0)
+    second = engine.scheduler.begin_step(plan, [("e2", 10, 0)], 0.001)
+    for step, end_s in ((first, 0.020), (second, 0.030)):
+        engine.now_s = end_s
+        engine.end(step)
+    assert engine.summary["busy_s"] == pytest.approx(0.030)
+    assert engine.table.read().accounts["seconds"].sum() == pytest.approx(0.030)
 
 
 def test_steps_slower_than_predicted_correct_the_model(engine):

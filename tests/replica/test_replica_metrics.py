@@ -30,14 +30,14 @@ ABC = (("replica", "abc"),)
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
-def scrape(role: Role = "mixed", **states: Callable[[], EngineState]) -> Samples:
+def scrape(role: Role = "mixed", size: float = 1.0, **states: Callable[[], EngineState]) -> Samples:
     """The samples of ranks by name, each with 7 live requests; 3 replicas are configured."""
     registry = CollectorRegistry(auto_describe=False)
     ranks: Any = [
         SimpleNamespace(replica_id=name, engine=SimpleNamespace(state=state), live_requests=7)
         for name, state in states.items()
     ]
-    registry.register(ReplicaCollector(ranks, lambda: 3, role))
+    registry.register(ReplicaCollector(ranks, lambda: 3, role, size=size))
     samples: Samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -45,13 +45,14 @@ def scrape(role: Role = "mixed", **states: Callable[[], EngineState]) -> Samples
     return samples
 
 
-def run_some_steps(table: StateTable) -> int:
+def run_some_steps(table: StateTable, *clients: str) -> int:
     """Run a real scheduler that believes steps to be half as long as they are."""
     config = SimulatedEngineConfig(step_s=0.02, token_s=0, context_token_s=0, kv_blocks=8)
     scheduler = LocalScheduler(make_policy("fcfs"), table, LinearLatency(0.01, 0.0))
     core = SimulatedCore(config, scheduler, table)
     for index in range(3):
-        core.submit(RequestArgs(str(index), 0.0, SLO()), index, 60, 20)
+        args = RequestArgs(str(index), 0.0, SLO(), client=dict(enumerate(clients)).get(index, ""))
+        core.submit(args, index, 60, 20)
     now_s = 0.0
     steps = 0
     while step := core.begin(now_s):
@@ -124,6 +125,21 @@ def test_counters_are_summed_over_ranks_and_gauges_are_of_each() -> None:
     assert samples["sluice_engine_steps_total"] == {(): sum(steps)}
     assert samples["sluice_plan_seconds_count"] == {(): sum(steps)}
     assert samples["sluice_last_step_seconds"] == {names[0]: pytest.approx(0.02), names[1]: 0.5}
+
+
+def test_who_used_the_engines_is_summed_over_ranks() -> None:
+    tables = [StateTable.create(8) for _ in range(2)]
+    steps = run_some_steps(tables[0], "a", "b") + run_some_steps(tables[1], "a", "a", "a")
+    samples = scrape(size=4.0, one=tables[0].read, two=tables[1].read)
+    seconds = samples["sluice_engine_seconds_total"]
+    names = {dict(labels)["client"]: value for labels, value in seconds.items()}
+    assert names.keys() == {"a", "b", "unattributed"}
+    assert sum(names.values()) == pytest.approx(0.02 * steps)
+    assert samples["sluice_engine_busy_seconds_total"][()] == pytest.approx(0.02 * steps)
+    assert names["a"] > names["b"] > 0
+    gpu_seconds = samples["sluice_engine_gpu_seconds_total"]
+    assert gpu_seconds == {labels: pytest.approx(4 * each) for labels, each in seconds.items()}
+    assert samples["sluice_engine_kv_block_seconds_total"].keys() == seconds.keys()
 
 
 def test_what_became_of_drafts_is_there() -> None:

@@ -178,6 +178,36 @@ def test_an_abort_during_a_step_does_not_touch_the_slot_of_a_later_request() -> 
     assert (rows["prompt_tokens"].tolist(), rows["computed_tokens"].tolist()) == ([7], [0])
 
 
+def test_every_second_of_the_engine_is_some_tenants_whatever_becomes_of_its_requests() -> None:
+    """Requests end, are aborted, lose their KV to others, and have no slot or no client."""
+    bench = Bench(kv_blocks=24, capacity=6)
+    made, busy_s = [], 0.0
+    for number in range(12):
+        args = RequestArgs(
+            str(number), bench.now_s, SLO(), client="" if number == 3 else f"c{number % 3}"
+        )
+        made.append(bench.core.submit(args, number, 40 + number, 30, number))
+        for _ in range(3):
+            before_s = bench.now_s
+            bench.step()
+            busy_s += bench.now_s - before_s
+        if number % 4 == 0:
+            bench.core.abort(made[number // 2], bench.now_s)
+        bench.now_s += 0.5  # nobody's
+    while bench.core.live:
+        before_s = bench.now_s
+        bench.step()
+        busy_s += bench.now_s - before_s
+    state = bench.table.read()
+    assert state.summary["preemptions"] > 0
+    assert state.summary["busy_s"] == pytest.approx(busy_s)
+    assert state.accounts["seconds"].sum() == pytest.approx(busy_s)
+    assert sorted(state.accounts["client"]) == [b"", b"c0", b"c1", b"c2"]
+    assert (state.accounts["seconds"] > 0).all()
+    # At no time more than the KV cache.
+    assert 0 < state.accounts["kv_block_seconds"].sum() <= 24 * busy_s
+
+
 def test_what_can_never_run_is_refused() -> None:
     bench = Bench(kv_blocks=8, block_tokens=2, max_model_tokens=100)
     assert bench.core.max_model_tokens == 16
