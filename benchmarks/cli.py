@@ -16,6 +16,7 @@ from sluice.benchmarks.live import agents, promises
 from sluice.benchmarks.live.gateway import gateway
 from sluice.benchmarks.live.gpu import gpu
 from sluice.benchmarks.live.peers import peers
+from sluice.benchmarks.live.usage import usage
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.micro.replay import replay
@@ -49,7 +50,7 @@ def list_experiments() -> None:
     print_list(("command", "source", "question"), rows)
 
 
-for _command in (planning, decision, replay, walk, gateway, peers, gpu):
+for _command in (planning, decision, replay, walk, gateway, peers, gpu, usage):
     bench.add_command(_command)
 replay.hidden = walk.hidden = True
 

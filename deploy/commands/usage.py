@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """What was used between two answers. Raises Failure: the totals began anew."""
+    """What was used between two answers. Raises Failure: the totals are of a later start."""
     earlier = {tuple(row[name] for name in _KEY): row for row in before["rows"]}
     rows = []
     for row in now["rows"]:

@@ -81,7 +81,7 @@ class EngineUsage:
         return len(self._numbers)
 
     def begin(self, slot: int, client: str, service_class: str) -> None:
-        """A request has this slot now. Without a ``client`` it is nobody's."""
+        """A request has this slot now. Without a ``client`` it is no client's."""
         if slot < 0:
             return
         key = (client, service_class) if client else ("", "")
