@@ -119,9 +119,7 @@ def emit(table: Floats, places: Ints, now_s: float) -> None:
             table[place, FIRST_TOKEN] = now_s
 
 
-def compile_now(
-    policy: str, options: Mapping[str, Any] | None = None, drafts: bool = True
-) -> None:
+def compile_now(policy: str, options: Mapping[str, Any] | None = None, drafts: bool = True) -> None:
     """Compile the loops of an engine's plans under this policy, or load them; ``drafts``: whether
     it speculates. Raises ValueError as ``make_policy``."""
     warm_up(policy, options, drafts)
