@@ -164,6 +164,13 @@ def _plain(section: Any) -> dict[str, Any]:
     return dict(section) if isinstance(section, Mapping) else {}
 
 
+def _thinks(engine: EngineConfig) -> bool:
+    """Whether it knows which tokens are reasoning, as vLLM needs to bound their number."""
+    return (
+        not by_option(engine.vllm_args).keys().isdisjoint(("reasoning-parser", "reasoning-config"))
+    )
+
+
 _FIELD = re.compile(r"[a-z_]{0,40}[0-9]?[a-z_]{0,40}")
 """Pattern of field names. A mistyped name matches it, a secret key hardly ever."""
 
@@ -216,6 +223,23 @@ class SluiceConfig(BaseModel):
         doubles = sorted({name for name in names if names.count(name) > 1})
         if doubles:
             raise ValueError(f"models and adapters share names: {', '.join(doubles)}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_accepts(self) -> SluiceConfig:
+        engines = [fleet.config.engine for fleet in self.fleets]
+        names = {name for engine in engines for name in (engine.served_name, *engine.adapters)}
+        for name, entry in self.router.classes.items():
+            where = f"router.classes.{name}.accepts"
+            for each in entry.accepts:
+                if each.model is not None and each.model not in names:
+                    known = ", ".join(sorted(names))
+                    raise ValueError(f"{where}: model {each.model!r} is not one of: {known}")
+                if each.thinking_tokens is not None and not all(map(_thinks, engines)):
+                    raise ValueError(
+                        f"{where}: thinking_tokens needs reasoning-parser or reasoning-config in "
+                        "the engine.vllm_args of every model"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -24,6 +25,7 @@ from sluice.router.admin.api import AdminService, admin_routes, page_routes
 from sluice.router.batches.api import batch_routes
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.degrade import Degrading
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
 from sluice.router.errors import ApiError, Reason, invalid, shown
@@ -123,6 +125,7 @@ class Calls:
 
     def __post_init__(self) -> None:
         self.reader = CallReader(self.config, self.fleets.exceeded)
+        self.degrading = Degrading(self.config, self.fleets)
 
     async def serve(self, request: Request, endpoint: Endpoint) -> Response:
         """The response to a request, or its error."""
@@ -155,7 +158,10 @@ class Calls:
         if charge is not NO_CHARGE or span is not None:
             call = replace(call, charge=charge, span=span)
         fetches = getattr(request.state, wire.FETCHES, False)
-        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, fetches)
+        place = None
+        if not call.best_effort and self.degrading.applies(call):
+            place = partial(self.degrading.place, call, fleet)
+        return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, fetches, place)
 
 
 def _model_routes(fleets: ModelRegistry) -> APIRouter:

@@ -18,7 +18,13 @@ from pydantic import (
 from sluice.router.tenancy.auth import KeyEntry, KeyFile, check_bare, check_entries, digest_of
 from sluice.router.tenancy.limits import OutputLimit, PromptLimit
 from sluice.router.tenancy.tokens import MAX_ISSUERS, TokenIssuer, check_issuers
-from sluice.router.wire import LABEL, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS, is_loopback
+from sluice.router.wire import (
+    LABEL,
+    MAX_OBJECTIVE_MS,
+    MAX_TOKENS,
+    MIN_OBJECTIVE_MS,
+    is_loopback,
+)
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
 from sluice.scheduling.placement.loops import IDLE_S
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO, TPOTAnchor
@@ -214,6 +220,51 @@ class LoopTerms(BaseModel):
     )
 
 
+class Alternative(BaseModel):
+    """What a class accepts of a request that cannot be promised as asked: these fields replace its
+    own where they ask for less."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_TOKENS, description="Maximum output tokens of each choice."
+    )
+    thinking_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_TOKENS,
+        description="Maximum tokens of reasoning, of chats and completions: vLLM's "
+        "`thinking_token_budget`, so every model needs `reasoning-parser` in engine.vllm_args.",
+    )
+    model: str | None = Field(
+        default=None, max_length=128, description="Another model or adapter that is served here."
+    )
+    ttft_ms: float | None = Field(
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="A longer time to first token, ms.",
+    )
+    tpot_ms: float | None = Field(
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="A longer time per output token, ms.",
+    )
+    e2e_ms: float | None = Field(
+        default=None,
+        ge=MIN_OBJECTIVE_MS,
+        le=MAX_OBJECTIVE_MS,
+        description="A longer time to the last token, ms.",
+    )
+
+    @model_validator(mode="after")
+    def _check_any(self) -> Alternative:
+        if not self.model_dump(exclude_none=True):
+            raise ValueError(f"an alternative needs one of: {', '.join(type(self).model_fields)}")
+        return self
+
+
 class ServiceClass(BaseModel):
     """The SLO of a request of this class that states none itself."""
 
@@ -261,6 +312,13 @@ class ServiceClass(BaseModel):
         description="Handling of a request whose SLO no replica can guarantee: `best_effort` "
         "serves it with the capacity that guaranteed requests leave, `reject` answers 429, `queue` "
         "lets it wait at the router until a replica can.",
+    )
+    accepts: tuple[Alternative, ...] = Field(
+        default=(),
+        max_length=4,
+        description="What is tried, in order, if no replica can guarantee the SLO of a request as "
+        "it was asked, before `when_unattainable`; each alternative stands alone. The answer says "
+        "what was applied in `x-sluice-degraded`.",
     )
     queue_limit_s: float = Field(
         default=10.0,

@@ -150,6 +150,9 @@ LOOP_ADMISSION_HEADER: Final = "x-sluice-loop-admission"
 CLAMPED_HEADER: Final = "x-sluice-clamped"
 """Response: the values that the limits of the API key changed: ``priority=4, ttft_ms=500``."""
 
+DEGRADED_HEADER: Final = "x-sluice-degraded"
+"""Response: what was applied of the alternatives that the class accepts: ``max_tokens=512``."""
+
 SHOULD_RETRY_HEADER: Final = "x-should-retry"
 """Response: ``false`` if a retry is useless; OpenAI's clients retry 409, 429, 5xx otherwise."""
 
@@ -199,6 +202,7 @@ RESPONSE_HEADERS: Final = (
     LOOP_REMAINING_HEADER,
     LOOP_ADMISSION_HEADER,
     CLAMPED_HEADER,
+    DEGRADED_HEADER,
     SESSION_HEADER,
     REPLICA_HEADER,
     PREFILL_REPLICA_HEADER,

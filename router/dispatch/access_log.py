@@ -106,6 +106,8 @@ def _fields(
     }
     if call.session:
         fields["session"] = call.session
+    if call.degraded:
+        fields["degraded"] = ", ".join(f"{name}={value}" for name, value in call.degraded.items())
     times_s = {
         "ttft_ms": figures.ttft_s,
         "tpot_ms": figures.tpot_s,

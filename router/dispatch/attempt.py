@@ -340,8 +340,8 @@ class Answer:
     time in queues does not count. ``uncounted``: attempts that found a pool empty or were moved.
     ``promises``: counts also those whose replica failed. ``blame``: the failure if the call is
     blamed for lost replicas. ``moved``: the call has left a replica that would miss its TTFT, at
-    most once. ``left``: replicas that the running stream has left. ``tier``: best effort also
-    without admission control."""
+    most once. ``decided``: on its first attempt, before it was opened. ``left``: replicas that the
+    running stream has left. ``tier``: best effort also without admission control."""
 
     call: Call
     suspicion: SuspicionState
@@ -360,6 +360,7 @@ class Answer:
     blame: ReplicaFailedError | None = None
     moved: bool = False
     moves_to: RouteDecision | None = None
+    decided: RouteDecision | None = None
     move_reason: MoveReason | None = None
     left: list[str] = field(default_factory=list)
     left_s: float = -inf

@@ -127,18 +127,31 @@ class Dispatcher:
             )
         return replace(call, only=only)
 
+    async def promised(self, call: Call) -> RouteDecision | None:
+        """A promise for a call that was not opened yet, see :meth:`PlacementClient.promised`."""
+        key, prefill_key = request_key(call.request_id), 0
+        if self._pools.may_split and may_split(call):
+            prefill_key = request_key(prefill_id_of(call.request_id))
+        return await self._placements.promised(call, key, prefill_key)
+
     async def open(
-        self, call: Call, fetches: bool = False, clock: TokenClock | None = None
+        self,
+        call: Call,
+        fetches: bool = False,
+        clock: TokenClock | None = None,
+        decision: RouteDecision | None = None,
     ) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail; always :meth:`close` the
         answer.
 
-        ``fetches``: the client's side can fetch a stream from the replica. Cancelling stops the
-        attempt. Raises ApiError: the last attempt's error, a refused SLO, or quarantine."""
+        ``fetches``: the client's side can fetch a stream from the replica. ``decision``: of
+        :meth:`promised`, for the first attempt. Cancelling stops the attempt. Raises ApiError: the
+        last attempt's error, a refused SLO, or quarantine."""
         case = self._suspicion.open(call) if self._suspicion.contents else SuspicionState()
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
+        answer.decided = decision
         try:
             attempt = await self._next(answer)
         except BaseException as error:
@@ -324,9 +337,10 @@ class Dispatcher:
         ReplicaFailedError (recorded), MovedError (to :attr:`Answer.moves_to`) or ApiError (no
         promise)."""
         answer.attempts += 1
-        call, transcript, decision = answer.call, answer.transcript, answer.moves_to
-        request_id, moves = answer.next_id, decision is not None
-        answer.moves_to = None
+        call, transcript, moves_to = answer.call, answer.transcript, answer.moves_to
+        request_id, moves = answer.next_id, moves_to is not None
+        decision = moves_to or answer.decided
+        answer.moves_to = answer.decided = None
 
         # What is left of the call, if its client has a part of the stream.
         resume = transcript.begin(request_id) if transcript is not None else None

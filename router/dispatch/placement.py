@@ -28,7 +28,14 @@ from sluice.router.serve.hint import START_WAIT_S
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
-from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.job import (
+    DECLINED,
+    NO_REPLICA,
+    UNATTAINABLE,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+)
 from sluice.scheduling.tenancy.attained import ProgramTokens
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
@@ -501,6 +508,14 @@ class PlacementClient:
         if self._queues and call.turn is not None and call.turn.program:
             self._had.add(call.turn.program, tokens, self._clock())
 
+    async def promised(self, call: Call, key: int, prefill_key: int) -> RouteDecision | None:
+        """A promise for the call as it is, or a decision without a replica, of which nothing is
+        counted. ``None``: the controller does not answer."""
+        queue = self._queues.get(call.slo.service_class)
+        if queue is not None and len(queue) and not call.degraded:
+            return RouteDecision(None, DECLINED)  # others have waited for the same for longer
+        return await self._ask(call, key, (), prefill_key, _GUARANTEED_ONLY, elsewhere=True)
+
     async def elsewhere(
         self, call: Call, key: int, failed: Sequence[str], replica_id: str
     ) -> RouteDecision | None:
@@ -609,6 +624,7 @@ class PlacementClient:
         tiers: frozenset[Tier],
         moves_from: str = "",
         brings_kv: bool = False,
+        elsewhere: bool = False,
     ) -> RouteDecision | None:
         """The decision as of now, its predicted TTFT counted from the call's arrival."""
         asked_s = self._clock()
@@ -631,6 +647,7 @@ class PlacementClient:
             call.client_request_id,
             moves_from,
             brings_kv,
+            elsewhere,
             only=tuple(call.only),
             expected_tokens=turn.expected_tokens,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from typing import Final
 
@@ -16,6 +16,7 @@ from sluice.protocol.requests import EVENT_STREAM, Endpoint
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.attempt import Answer, Piece
+from sluice.router.dispatch.degrade import Placed
 from sluice.router.dispatch.dispatcher import STALLED_READER_S, Dispatcher
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import Outcome, RouterMetrics
@@ -161,7 +162,7 @@ _PROMISED_HEADERS = (
 
 class CallResponse(Response):
     """Serves one call and accounts for it, however it ends. ``fetches``: the client can fetch a
-    stream from the replica."""
+    stream from the replica. ``place``: its class accepts alternatives, of which this may choose."""
 
     def __init__(
         self,
@@ -170,8 +171,10 @@ class CallResponse(Response):
         metrics: RouterMetrics,
         telemetry: Telemetry,
         fetches: bool = False,
+        place: Callable[[], Awaitable[Placed]] | None = None,
     ) -> None:
         self._fetches = fetches
+        self._place = place
         self._call = call
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -223,7 +226,16 @@ class CallResponse(Response):
         guard = DisconnectGuard(receive, scope.get("state", {}).pop(wire.WATCH, None))
         async with guard:
             try:
-                open_ = self._dispatcher.open(call, self._fetches, self._clock)
+                decision = None
+                if self._place is not None:
+                    call, model, decision = await self._place()
+                    self._call, self._dispatcher, self._metrics = (
+                        call,
+                        model.dispatcher,
+                        model.metrics,
+                    )
+                    self._clock = clock_of(call.slo, call.received_s)
+                open_ = self._dispatcher.open(call, self._fetches, self._clock, decision)
                 answer = self._answer = await open_
             except ApiError as failure:
                 error = failure
@@ -338,6 +350,9 @@ class CallResponse(Response):
         if call.clamped:
             changes = [f"{field}={value}" for field, value in call.clamped.items()]
             headers[wire.CLAMPED_HEADER] = ", ".join(changes)
+        if call.degraded:
+            changes = [f"{field}={value}" for field, value in call.degraded.items()]
+            headers[wire.DEGRADED_HEADER] = ", ".join(changes)
         if call.session:
             headers[wire.SESSION_HEADER] = call.session
         if call.loop is not None:

@@ -223,6 +223,13 @@ class AdmissionMetrics:
             "class",
             "outcome",
         )
+        self.degraded = make.counters(
+            "sluice_degraded",
+            "Requests that were promised with less than they asked for, which their class accepts, "
+            "by changed field.",
+            "class",
+            "field",
+        )
         self._moved = make.counters(
             "sluice_promises_moved",
             "Of these, requests that moved from a replica that was going to miss their TTFT to "
@@ -598,6 +605,8 @@ class RouterMetrics:
         self._by_client(client, outcome.value).inc()
         for field in call.clamped:
             self.admission.clamped(client, field).inc()
+        for field in call.degraded:
+            self.admission.degraded(slo.service_class, field).inc()
         if call.scheduled:
             self.usage.ended(call, figures, client)
         if figures.tpot_s is not None:

@@ -100,9 +100,9 @@ class Call:
     ``output_tokens``: maximum; 0: the model's length. ``session``: the answer's header.
     ``affinity``: key of the requests that it goes together with, 0: none.
     ``prefix``: hashes of the prompt's beginning. ``clamped``: fields that the client's limits
-    changed. ``charge``: tokens reserved in its rate limit. ``queue_ttl_s``: longest wait it
-    accepts, seconds. ``only``: replicas with their pools' roles, empty: any. ``scheduled``: it uses
-    an engine, so is placed."""
+    changed. ``degraded``: those that an alternative of its class changed. ``charge``: tokens
+    reserved in its rate limit. ``queue_ttl_s``: longest wait it accepts, seconds. ``only``:
+    replicas with their pools' roles, empty: any. ``scheduled``: it uses an engine, so is placed."""
 
     request_id: str
     endpoint: Endpoint
@@ -118,6 +118,7 @@ class Call:
     prefix: PromptPrefix = NO_PREFIX
     client: Client = ANYONE
     clamped: Mapping[str, str] = field(default_factory=dict)
+    degraded: Mapping[str, str] = field(default_factory=dict)
     charge: Charge = NO_CHARGE
     span: Span | None = None
     client_request_id: str = ""

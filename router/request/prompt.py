@@ -13,7 +13,7 @@ from typing import Any, Final, TypeGuard
 from sluice.protocol.requests import ANTHROPIC, EMBEDDING, GENERATING, POOLING, SPEECH, Endpoint
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason, invalid, shown
-from sluice.router.tenancy.limits import TenantLimits
+from sluice.router.tenancy.limits import NO_CAPS, TenantLimits
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
 from sluice.scheduling.request.job import MAX_CHUNKS
 
@@ -466,6 +466,19 @@ class TokenLimits:
         if most is None or fields is None:
             return body, {}
         return _hold_output(endpoint, body, fields, most, caps)
+
+
+def shortened(endpoint: Endpoint, body: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """``body`` with at most ``tokens`` of output in each choice; itself if it asks for no more, or
+    cannot have so few."""
+    fields = _OUTPUT_FIELDS.get(endpoint)
+    if fields is None or (body.get("min_tokens") or 0) > tokens:
+        return body
+    thinking = body.get("thinking")
+    if isinstance(thinking, dict) and (thinking.get("budget_tokens") or 0) >= tokens:
+        return body  # Anthropic's, which must be less
+    most = tokens * outputs_of(endpoint, body)
+    return _hold_output(endpoint, body, fields, most, NO_CAPS)[0]
 
 
 def _hold_output(

@@ -1,0 +1,110 @@
+"""Degrading by consent: what a class accepts of a request that cannot be promised as asked.
+
+The request is asked about as it is, then with each alternative. The controller declines what it
+cannot promise, and counts nothing of it. Without any promise the request is handled as if its class
+accepted nothing, so a class without alternatives has no cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from msgspec import structs
+
+from sluice.protocol.requests import RequestBody
+from sluice.router.config import Alternative, RouterConfig
+from sluice.router.dispatch.models import Model, ModelRegistry
+from sluice.router.errors import ApiError
+from sluice.router.request.call import Call
+from sluice.router.request.prompt import output_limit, prefix_of, shortened
+from sluice.scheduling.request.job import RouteDecision
+
+_THINKING = "thinking_token_budget"
+"""vLLM's field, of chats and completions."""
+
+
+class Placed(NamedTuple):
+    """The call as it is served, by which model, and its promise if it has one."""
+
+    call: Call
+    model: Model
+    decision: RouteDecision | None = None
+
+
+class Degrading:
+    """The alternatives of all classes; one per router process."""
+
+    def __init__(self, config: RouterConfig, models: ModelRegistry) -> None:
+        self._of = {name: each.accepts for name, each in config.classes.items() if each.accepts}
+        self._models = models
+
+    def applies(self, call: Call) -> bool:
+        """Whether its class accepts anything. A turn of a loop keeps what its loop was promised."""
+        return (
+            call.slo.service_class in self._of
+            and call.scheduled
+            and call.slo.stated
+            and call.loop is None
+        )
+
+    async def place(self, call: Call, model: Model) -> Placed:
+        """A promise for the call as asked, or for its first alternative that has one."""
+        for alternative in (None, *self._of[call.slo.service_class]):
+            place: Placed | None = Placed(call, model)
+            if alternative is not None:
+                place = await self._applied(call, model, alternative)
+            if place is None:
+                continue
+            decision = await place.model.dispatcher.promised(place.call)
+            if decision is None:  # the controller does not answer
+                break
+            if decision.replica_id is not None:
+                return place._replace(decision=decision)
+        return Placed(call, model)
+
+    async def _applied(self, call: Call, model: Model, alternative: Alternative) -> Placed | None:
+        """The call with an alternative, and its model; ``None``: it cannot be applied."""
+        changed = degraded(call, alternative)
+        if changed is None or alternative.model is None or changed.model == call.model:
+            return None if changed is None else Placed(changed, model)
+        if call.only:
+            return None  # another model has other replicas
+        try:
+            found = await self._models.find(changed.model, call.client.caps.models, call.endpoint)
+        except ApiError:  # unknown to this key, or without this endpoint
+            return None
+        return Placed(changed, found)
+
+
+def degraded(call: Call, alternative: Alternative) -> Call | None:
+    """The call with an alternative; ``None`` if it asks for no more already."""
+    slo, body, applied = call.slo, dict(call.body), dict[str, str]()
+    if not slo.stages:
+        for name, own_s in zip(("ttft", "tpot", "e2e"), slo.times_s, strict=True):
+            wanted_ms = getattr(alternative, f"{name}_ms")
+            if wanted_ms is not None and own_s is not None and wanted_ms > 1e3 * own_s:
+                slo = structs.replace(slo, **{f"{name}_s": wanted_ms / 1e3})
+                applied[f"{name}_ms"] = f"{wanted_ms:.15g}"
+    if alternative.max_tokens is not None:
+        shorter = shortened(call.endpoint, body, alternative.max_tokens)
+        if shorter is not body:
+            body, applied["max_tokens"] = shorter, str(alternative.max_tokens)
+    budget = alternative.thinking_tokens
+    if budget is not None and call.endpoint in ("chat", "completions"):
+        stated = body.get(_THINKING)
+        if not isinstance(stated, int) or stated > budget:
+            body[_THINKING], applied["thinking_tokens"] = budget, str(budget)
+    if alternative.model is not None and body.get("model") != alternative.model:
+        body["model"] = applied["model"] = alternative.model
+    if not applied:
+        return None
+    if isinstance(call.body, RequestBody):
+        body = call.body.with_fields(body)
+    return replace(
+        call,
+        slo=slo,
+        body=body,
+        output_tokens=output_limit(call.endpoint, body),
+        prefix=prefix_of(call.endpoint, body) if "model" in applied else call.prefix,
+        degraded=applied,
+    )
