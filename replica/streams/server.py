@@ -283,6 +283,7 @@ class _Connection(Guest):
         outgoing = self._streams.pop(number, None)
         if outgoing is not None:
             outgoing.response.close()
+            del outgoing.response  # it refers to what it wakes
 
     def wake(self, outgoing: _Outgoing) -> None:
         """A response may have data ready. ``O(1)``."""

@@ -514,6 +514,7 @@ class Dispatcher:
         if not attempt.closed and attempt.tail is None:
             self._stop(attempt)
         attempt.closed = True
+        attempt.forward = attempt.stream.forward = None  # they refer to what refers to the attempt
         self._attempts.pop(attempt, None)
         attempt.end_span()
 

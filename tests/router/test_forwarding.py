@@ -4,7 +4,9 @@ real replicas with simulated engines, and connections between them."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
@@ -233,3 +235,33 @@ async def test_an_error_ends_one_stream_of_a_connection(monkeypatch: pytest.Monk
         await until(lambda: not side.replica.live_requests)
         labels = {"class": "standard", "outcome": "failed", "endpoint": "completions"}
         assert running.edge.sample("sluice_requests_total", **labels) == 1
+
+
+async def test_an_answered_request_leaves_no_reference_cycle() -> None:
+    """Else collections, which hold up all requests, had to look for what each request leaves."""
+    kept = "_Exchange", "CallResponse", "Call", "Answer", "Attempt", "ChannelStream", "_Outgoing"
+
+    def left() -> Counter[str]:
+        found = (type(each) for each in gc.get_objects())
+        own = (each for each in found if str(each.__module__).startswith("sluice."))
+        return Counter(each.__name__ for each in own if each.__name__ in kept)
+
+    async with system(SimulatedEngine) as running:
+
+        async def answered() -> None:
+            exchange = await ask(running)
+            assert (await exchange.reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            exchange.writer.close()
+            running.near.streams.clear()
+            await until(lambda: not running.edge.sample("sluice_in_flight_requests"))
+
+        await answered()
+        gc.collect()
+        before = left()
+        gc.disable()
+        try:
+            for _ in range(4):
+                await answered()
+            await until(lambda: left() <= before)
+        finally:
+            gc.enable()
