@@ -30,6 +30,7 @@ from sluice.scheduling.request.job import (
     Text,
     Tokens,
 )
+from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import OBJECTIVES, SLO
 from sluice.scheduling.request.stages import Stage
 from sluice.scheduling.roles import Role
@@ -184,7 +185,9 @@ class RequestEnding(NamedTuple):
     first, by the objective's ``TPOTAnchor``. ``most_tokens`` is the limit of this choice, 0 if
     unknown. ``replica_id`` is the first one of a resumed stream. ``kept`` is ``None`` without a
     promise, an answer or an outcome that can be judged. ``judged_s`` replaces the times for a
-    request with stages (``StageClock.judged_s``). ``expected_tokens`` as in its query."""
+    request with stages (``StageClock.judged_s``). ``expected_tokens`` as in its query. ``late``: of
+    a promise, the lateness of the first of ``missed``, seconds by cause, the largest part first.
+    """
 
     request_id: Id
     outcome: Id
@@ -201,6 +204,7 @@ class RequestEnding(NamedTuple):
     kept: bool | None = None
     judged_s: Ages | None = None
     expected_tokens: Tokens = 0
+    late: Annotated[tuple[tuple[Cause, Age], ...], Meta(max_length=len(Cause))] = ()
 
 
 class LateNotice(NamedTuple):

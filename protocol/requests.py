@@ -272,7 +272,8 @@ class ResponseTail(NamedTuple):
     ``token_offsets_s`` (of each token of the first choice) and ``reasoned`` (the token that
     ended the reasoning, from 1; 0: none, or untracked) are for plain responses only.
     ``queued_s``: until its first batch, if reported. ``kv_handle`` answers ``prefill_only``.
-    ``cached_tokens``: of the prompt, in the engine's prefix cache."""
+    ``cached_tokens``: of the prompt, in the engine's prefix cache. ``late_parts``: of a promised
+    request that was late, see ``StateTable.late_parts``."""
 
     prompt_tokens: int
     output_tokens: int
@@ -281,6 +282,7 @@ class ResponseTail(NamedTuple):
     kv_handle: KVHandle | None = None
     cached_tokens: int = 0
     reasoned: int = 0
+    late_parts: tuple[float, ...] = ()
 
 
 ResponseItem = ResponseTaken | ResponseHead | ResponseChunk | ResponseSent | ResponseTail

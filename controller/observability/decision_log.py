@@ -240,6 +240,8 @@ def ending_shown(ending: RequestEnding, judged: bool = True) -> dict[str, Any]:
         "ttft_ms": _ms(ending.ttft_s),
         "tpot_ms": _ms(ending.tpot_s),
         "e2e_ms": _ms(ending.e2e_s),
+        "cause": ending.late[0][0] if ending.late else None,
+        "late_ms": {cause: _ms(part_s) for cause, part_s in ending.late},
     }
 
 

@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from sluice.controller.observability.metrics_hub import Values
+from sluice.scheduling.request.lateness import Cause
 
 PERIOD_S = 10.0
 """Time between two entries of the ring, seconds."""
@@ -38,6 +39,7 @@ _FIELDS: dict[str, tuple[str, dict[str, str]]] = {
         {"guaranteed": "guaranteed", "best-effort": "best_effort"},
     ),
     "sluice_promises_total": ("outcome", {"kept": "kept", "missed": "missed"}),
+    "sluice_promises_missed_total": ("cause", {cause: f"missed: {cause}" for cause in Cause}),
     "sluice_tokens_total": ("type", {name: name for name in _TOKENS}),
 }
 _BUCKETS = {f"sluice_{name}_seconds_bucket": name for name in _TIMES}
@@ -185,6 +187,7 @@ def _class(name: str, entries: list[_Entry]) -> dict[str, Any]:
         "tdg": _share(_gain(count, "gain"), _gain(count, "ideal")),
         "stated": count["stated"],
         "promises": {field: count[field] for field in ("kept", "missed")},
+        "causes": {cause: n for cause in Cause if (n := count[f"missed: {cause}"])},
         "outcomes": {field: count[field] for field in _OUTCOMES},
         "admission": admission,
         "tokens": {field: count[field] for field in _TOKENS},

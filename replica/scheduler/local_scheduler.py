@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isnan
+from math import ceil, inf, isnan, nan
 from typing import Any, Final
 
 import numpy as np
@@ -28,13 +28,15 @@ from sluice.scheduling.request.kernels import (
     EMITTED,
     PENDING,
     PROMISED,
+    RUNNING,
     TPOT,
     Floats,
     Ints,
     deadlines_s,
     is_prefill,
 )
-from sluice.scheduling.request.objective import SLO, Anchor
+from sluice.scheduling.request.lateness import Cause, StepTimeline
+from sluice.scheduling.request.objective import SLO, Anchor, TPOTAnchor
 from sluice.scheduling.request.queue import QueueView, row_of
 from sluice.scheduling.request.stages import StagePosition, later_of
 from sluice.scheduling.roles import Role
@@ -182,13 +184,16 @@ class RunningStages:
     ends: frozenset[int]
     position: StagePosition
     emitted: int = 0
+    first_s: float = nan
 
 
 @dataclass(slots=True)
 class TrackedRequest:
     """A live request, beyond what its engine knows of it; one API call can be several. To a policy
     each stage is a request, whose prompt includes the ``begun`` tokens of output before it; ``slo``
-    and ``arrival_s`` are its. ``expected_tokens`` is for the whole output, nan if unknown."""
+    and ``arrival_s`` are its. ``expected_tokens`` is for the whole output, nan if unknown.
+    ``cached_tokens``: of the prompt, when it first ran; ``apart``: from when to when it could not
+    run, and why."""
 
     name: str
     args: RequestArgs
@@ -199,6 +204,8 @@ class TrackedRequest:
     expected_tokens: float
     stages: RunningStages | None = None
     begun: int = 0
+    cached_tokens: int = 0
+    apart: tuple[tuple[float, float, Cause], ...] = ()
 
     def row(self, prompt_tokens: int) -> list[float]:
         """Its row in the queue, as it has just arrived."""
@@ -246,6 +253,7 @@ class StepInFlight:
     drafted: int | None = None
     next_start_s: float = inf
     shares: Floats = field(default_factory=lambda: NO_SHARES)
+    free_blocks: int = 0
 
 
 class LocalScheduler:
@@ -286,10 +294,13 @@ class LocalScheduler:
         self._log = log
         self._planned = PlanRecords()
         self._best_effort_wait_s = 0.0
-        self._block_tokens = 1
-        self._ended_s = 0.0
         self._rowless = 0
         self._unlearned = 0
+        self._budget = BatchBudget(1, 1, 0, 1)
+        self._timeline = StepTimeline()
+        # Preempted requests by slot, since when; and promised ones that end with this step.
+        self._preempted: dict[int, tuple[TrackedRequest, float]] = {}
+        self._ended: list[tuple[TrackedRequest, np.void]] = []
 
     @property
     def draft_s(self) -> float:
@@ -304,9 +315,11 @@ class LocalScheduler:
         prompt_tokens: int,
         max_tokens: int,
         name: str | None = None,
+        now_s: float | None = None,
     ) -> TrackedRequest:
         """Begin to follow a new request. If the table is full it is planned but has no row: an
-        accepted request must not fail because of that."""
+        accepted request must not fail because of that. ``now_s``: if other work of the replica may
+        have come before."""
         slo, arrival_s = args.slo, args.arrival_s
         try:
             slot = self._table.allocate(key, slo, arrival_s, prompt_tokens, args.best_effort)
@@ -328,6 +341,10 @@ class LocalScheduler:
         tracked = TrackedRequest(
             name or args.request_id, args, slo, arrival_s, slot, max_tokens, expected, stages
         )
+        if now_s is not None and args.promised:
+            # The replica's work, unless it was done while a step ran.
+            since_s = max(arrival_s + args.waited_s, self._timeline.last_end_s)
+            tracked.apart = ((since_s, now_s, Cause.EDGE),)
         self.requests[engine_id] = tracked
         return tracked
 
@@ -345,6 +362,8 @@ class LocalScheduler:
         Whether it is in another stage now, whose objective the next plan follows. ``O(1)``."""
         stages = tracked.stages
         assert stages is not None
+        if not stages.emitted:
+            stages.first_s = now_s
         stages.emitted += tokens
         if len(stages.position.emit(tokens, reasoned)) < 2:
             return False
@@ -378,8 +397,47 @@ class LocalScheduler:
         self.usage.release(tracked.slot)
         if tracked.slot == NO_SLOT:
             self._rowless -= 1
-        else:
-            self._table.free(tracked.slot)
+            return
+        _, since_s = self._preempted.pop(tracked.slot, (None, inf))
+        if tracked.args.promised and tracked.name == tracked.args.request_id:
+            tracked.apart += ((since_s, inf, Cause.KV_MEMORY),)
+            self._ended.append((tracked, self._table.row(tracked.slot)))
+        self._table.free(tracked.slot)
+
+    def _explain_late(self, end_s: float) -> None:
+        """Publish what the time of promised requests went to that have ended late, or for which
+        only the router can tell."""
+        pieces, block_tokens = self.model.pieces, self._budget.block_tokens
+        for tracked, row in self._ended:
+            args, stages = tracked.args, tracked.stages
+            ttft_s, tpot_s, e2e_s, _ = args.slo.columns
+            first_s = float(row["first_token_s"]) if stages is None else stages.first_s
+            first_s = end_s if isnan(first_s) else first_s
+            token_s = (end_s - first_s) / max(1, int(row["emitted_tokens"]))
+            late = first_s > args.arrival_s + ttft_s or end_s > args.arrival_s + e2e_s
+            by_mean = stages is None and args.slo.tpot_anchor is TPOTAnchor.MEAN
+            if not late and by_mean and token_s <= tpot_s:
+                continue
+            prompt, cached = int(row["prompt_tokens"]) - tracked.begun, tracked.cached_tokens
+            own = max(1, prompt - cached)
+            before = self._timeline.parts(
+                args.arrival_s + args.waited_s,
+                first_s,
+                pieces,
+                self.model.work_s(own, cached),
+                ceil(own / block_tokens),
+                tracked.apart,
+            )
+            after = self._timeline.parts(first_s, end_s, pieces, apart=tracked.apart)
+            self._table.add_late(int(row["key"]), before + after)
+        self._ended.clear()
+
+    def _note_resumed(self, changed: ChangedRows, now_s: float) -> None:
+        """Of preempted requests, those that have computed again what they had lost."""
+        for slot, row in zip(changed.slots.tolist(), changed.table, strict=True):
+            if slot in self._preempted and row[RUNNING] and row[PENDING] <= 1:
+                tracked, since_s = self._preempted.pop(slot)
+                tracked.apart += ((since_s, now_s, Cause.KV_MEMORY),)
 
     def refresh_model(self) -> None:
         """Adopt the table's model and role; a policy with unchanged options keeps its state."""
@@ -398,8 +456,8 @@ class LocalScheduler:
     def plan(self, queue: QueueView, now_s: float, budget: BatchBudget) -> BatchPlan:
         """Plan the next batch by the policy, with the corrected latency model."""
         started = time.perf_counter()
+        self._budget = budget
         self.refresh_model()
-        self._block_tokens = budget.block_tokens
         if self._log is not None:
             self._planned.note(self._policy, queue, now_s, self.model, budget)
         plan = self._policy.plan(queue, now_s, self.model, budget)
@@ -419,11 +477,15 @@ class LocalScheduler:
             self.counts["evictions"] += len(plan.yielded)
             self.counts["evicted_tokens"] += plan.evicted_tokens
 
-    def kv_arrived(self, seconds: float, tokens: int, nbytes: int) -> None:
-        """The KV of a prompt has arrived, ``seconds`` after it was requested."""
-        counts = self.counts
+    def kv_arrived(
+        self, engine_id: str, asked_s: float, now_s: float, tokens: int, nbytes: int
+    ) -> None:
+        """The KV of a request's prompt has arrived, which was requested at ``asked_s``."""
+        counts, tracked = self.counts, self.requests.get(engine_id)
+        if tracked is not None:
+            tracked.apart += ((asked_s, now_s, Cause.KV_TRANSFER),)
         counts["transfers"] += 1
-        counts["transfer_seconds"] += seconds
+        counts["transfer_seconds"] += now_s - asked_s
         counts["transfer_tokens"] += tokens
         counts["transfer_bytes"] += nbytes
 
@@ -445,6 +507,10 @@ class LocalScheduler:
         """The engine starts a batch; one planned empty that is empty is no step. ``ran``: id, new
         tokens, computed tokens before; ``fetched``: planned requests whose KV is fetched first."""
         self.counts["preemptions"] += len(preempted)
+        for engine_id in preempted:
+            tracked = self.requests.get(engine_id)
+            if tracked is not None and tracked.args.promised and tracked.slot != NO_SLOT:
+                self._preempted.setdefault(tracked.slot, (tracked, now_s))
         ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
         new, before = np.array(tokens), np.array(computed)
         work = StepSample.of_arrays(new, before, drafted or 0)
@@ -464,8 +530,11 @@ class LocalScheduler:
         record = None
         if self._log is not None:
             record = self._record(plan, ran, now_s, preempted, checked)
+        free = self._budget.kv_blocks
         return StepInFlight(
-            now_s, plan, work, parts_s, preempted, record, checked, drafted, shares=shares
+            *(now_s, plan, work, parts_s, preempted, record, checked, drafted),
+            shares=shares,
+            free_blocks=free,
         )
 
     def _shares(
@@ -479,7 +548,9 @@ class LocalScheduler:
         for slot in slots[: len(preempted)]:
             self.usage.release(slot)
         own = np.array(slots[len(preempted) :])
-        return self.usage.shares(self.model.pieces, own, tokens, computed, self._block_tokens)
+        return self.usage.shares(
+            self.model.pieces, own, tokens, computed, self._budget.block_tokens
+        )
 
     def end_step(
         self,
@@ -511,10 +582,14 @@ class LocalScheduler:
         if computed:
             busy_s = seconds
             if self.times.stages > 1:  # batches overlap
-                busy_s = now_s - max(step.started_s, self._ended_s)
+                busy_s = now_s - max(step.started_s, self._timeline.last_end_s)
             self.counts["busy_s"] += busy_s
             self.usage.charge(step.shares, busy_s)
-        self._ended_s = now_s
+        self._timeline.add(now_s, predicted_s, step.free_blocks, step.work[:7])
+        if self._preempted:
+            self._note_resumed(changed, now_s)
+        if self._ended:
+            self._explain_late(now_s)
         if computed and seconds > 0:
             self._learn(step, seconds, predicted_s, drafting_s, disturbed or self.times.guessed)
         summary: dict[str, Any] = {

@@ -12,7 +12,7 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, nan
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,6 +24,7 @@ from sluice.scheduling.fleet.prefix import HELD, HELD_SLOTS
 from sluice.scheduling.fleet.state import ROW, RUNNING, SUMMARY, WAITING, EngineState
 from sluice.scheduling.latency.model import FAMILIES, LatencyModel, StepSample
 from sluice.scheduling.request.kernels import FIELDS, LIVE, Floats, Ints
+from sluice.scheduling.request.lateness import ENGINE
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Later, later_of
 from sluice.scheduling.roles import ROLES, Role
@@ -71,7 +72,8 @@ def membarrier(machine: str) -> Callable[[], None]:
 
 SAMPLE_RING = 2048
 CALL_RING = 1024
-_MAGIC = 0x534C5549_4345000A
+LATE_RING = 256
+_MAGIC = 0x534C5549_4345000B
 _SAMPLE_FIELDS = len(StepSample._fields)
 _ACCOUNTS_SIZE = MAX_ACCOUNTS * ACCOUNT.itemsize
 _MODELS = list(FAMILIES.values())
@@ -99,6 +101,9 @@ _HEADER = np.dtype(
         ("role", "<i8"),
         ("calls", "<i8"),
         ("called", "<i8", (CALL_RING, 2)),
+        ("lates", "<i8"),
+        ("late_keys", "<i8", (LATE_RING,)),
+        ("late_parts", "<f8", (LATE_RING, 2 * len(ENGINE))),
         ("summary", SUMMARY),
     ]
 )
@@ -283,6 +288,18 @@ class StateTable:
         self._samples[count % SAMPLE_RING] = sample
         self._header["samples"] = count + 1
 
+    def row(self, slot: int) -> np.void:
+        """A copy of a request's row."""
+        row: np.void = self._rows[slot].copy()
+        return row
+
+    def add_late(self, key: int, parts: Sequence[float]) -> None:
+        """Keep what a late request's time went to; the oldest of ``LATE_RING`` is overwritten."""
+        count = int(self._header["lates"][0])
+        self._header["late_keys"][0, count % LATE_RING] = key
+        self._header["late_parts"][0, count % LATE_RING] = parts
+        self._header["lates"] = count + 1
+
     def orders(self) -> tuple[LatencyModel | None, Role]:
         """The latency model, uncorrected, if it was set since the last call, and the role."""
         header = self._header[0]
@@ -329,6 +346,12 @@ class StateTable:
                 # A write takes microseconds, unless the machine has taken the writer off its core.
                 time.sleep(0.001)
         raise RuntimeError("the state table is stuck in a write: its engine is gone, or stalled")
+
+    def late_parts(self, key: int) -> tuple[float, ...]:
+        """What the time of a late request that has just ended went to, before and after its first
+        token, seconds in the order of ``lateness.ENGINE``; empty: it was in time."""
+        (places,) = np.nonzero(self._header["late_keys"][0] == key)
+        return tuple(self._header["late_parts"][0, places[0]].tolist()) if len(places) else ()
 
     def set_model(self, model: LatencyModel) -> None:
         """Plan with ``model`` from the next step on, with its headroom but not its correction."""

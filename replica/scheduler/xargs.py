@@ -37,8 +37,9 @@ _PATHS = ("state_table", "batch_log")
 
 class RequestArgs(NamedTuple):
     """What Sluice adds to an engine request. ``request_id``: shared by all sequences of one API
-    call; ``arrival_s``: on the host's monotonic clock; ``tenant``: a hash of 63 bits; ``resumed``:
-    tokens of its own output that have joined the prompt; ``client``: as in ``EngineRequest``."""
+    call; ``arrival_s``: on the host's monotonic clock, ``waited_s`` before it reached the replica;
+    ``tenant``: a hash of 63 bits; ``resumed``: tokens of its own output that have joined the
+    prompt; ``client``: as in ``EngineRequest``."""
 
     request_id: str
     arrival_s: float
@@ -52,6 +53,7 @@ class RequestArgs(NamedTuple):
     turn: Turn | None = None
     resumed: Annotated[int, Meta(ge=0)] = 0
     client: Annotated[str, Meta(max_length=64)] = ""
+    waited_s: Annotated[float, Meta(ge=0)] = 0.0
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class RequestArgs(NamedTuple):
             request.turn,
             request.resumed_tokens,
             request.client,
+            request.waited_s,
         )
 
 

@@ -108,6 +108,7 @@ class SimulatedCore:
         # The last token is always computed here, for the next token.
         computed = min(cached_tokens, prompt_tokens - 1) if transfer is None else prompt_tokens - 1
         row[COMPUTED], row[PENDING] = computed, prompt_tokens - computed
+        tracked.cached_tokens = computed
         if transfer is None:
             self._enter(sequence, row)
         else:
@@ -158,7 +159,8 @@ class SimulatedCore:
         for transfer, sequence, row in arrived:
             del self._awaited[sequence.key]
             self._enter(sequence, row)
-            self._scheduler.kv_arrived(now_s - transfer.asked_s, int(row[COMPUTED]), 0)
+            moved = int(row[COMPUTED])
+            self._scheduler.kv_arrived(sequence.engine_id, transfer.asked_s, now_s, moved, 0)
 
     def begin(self, now_s: float) -> SimulatedStep | None:
         """Start the next batch, if a request could run. Raises RuntimeError: an engine fault."""

@@ -167,12 +167,21 @@ class SimulatedEngine:
                 respond = self._stream(live, writer)
             else:
                 respond = self._respond(live, writer)
+            key = request_key(request.request_id)
             async for item in respond:
+                if request.promised and isinstance(item, ResponseTail):  # of a prefill
+                    item = item._replace(late_parts=self._table.late_parts(key))
                 yield item
             if not live.aborted and not request.prefill_only:
                 offsets = () if live.stream else tuple(live.first_choice_s)
                 prompt_tokens = sum(prompt.tokens for prompt in call.prompts)
-                yield ResponseTail(prompt_tokens, sum(live.emitted), offsets, live.queued_s)
+                yield ResponseTail(
+                    prompt_tokens,
+                    sum(live.emitted),
+                    offsets,
+                    live.queued_s,
+                    late_parts=self._table.late_parts(key) if request.promised else (),
+                )
         finally:
             self._drop(live)
 

@@ -28,6 +28,7 @@ from sluice.protocol.requests import (
     ResponseHead,
     ResponseItem,
     ResponseTail,
+    request_key,
     tool_key,
 )
 from sluice.replica.config import EngineConfig
@@ -363,6 +364,9 @@ class VllmEngine:
             async for item in pieces:
                 if session and isinstance(item, ResponseChunk):
                     called.update(called_tools(item.data))
+                elif request.promised and isinstance(item, ResponseTail):
+                    key = request_key(request.request_id)
+                    item = item._replace(late_parts=self._table.late_parts(key))
                 yield item
             ended = True
             if session:

@@ -229,7 +229,8 @@ class IncomingKv:
             else:
                 blocks = -(-incoming.tokens // self._block_tokens)
                 nbytes = blocks * self._block_bytes
-                self._local.kv_arrived(now_s - incoming.began_s, incoming.tokens, nbytes)
+                began_s = incoming.began_s
+                self._local.kv_arrived(request_id, began_s, now_s, incoming.tokens, nbytes)
         return ended
 
 

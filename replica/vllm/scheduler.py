@@ -174,6 +174,7 @@ class PlanMixin(_Base):
             request.num_prompt_tokens,
             request.max_tokens,
             name,
+            time.monotonic(),
         )
         self._held.begin(request_id, args.prefix, request.num_prompt_tokens - args.resumed)
         self._rows.begin(request, tracked)
@@ -228,11 +229,11 @@ class PlanMixin(_Base):
             (request_id, tokens, self.requests[request_id].num_computed_tokens - tokens)
             for request_id, tokens in output.num_scheduled_tokens.items()
         ]
-        if self._kept is not None:
-            for new in output.scheduled_new_reqs:
-                turn = self._local.requests[new.req_id].args.turn
-                if turn is not None:
-                    self._kept.begin(turn)
+        for new in output.scheduled_new_reqs:
+            tracked = self._local.requests[new.req_id]
+            tracked.cached_tokens = new.num_computed_tokens
+            if self._kept is not None and tracked.args.turn is not None:
+                self._kept.begin(tracked.args.turn)
         fetched = [*self._incoming.note_started(now_s), *self._host.take_started()]
         if self.connector is not None:
             planned_ids = plan.tokens_of if planned else ()

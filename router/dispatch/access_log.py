@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from sluice.protocol.requests import Endpoint
@@ -131,6 +132,10 @@ def _fields(
             "loop_promised": bool(call.loop.promised),
             "loop_left_ms": round((call.loop.due_s - figures.ended_s) * 1000, 3),
         }
+    for objective, parts in islice(figures.late.items(), 1):
+        fields |= {"late": objective, "cause": next(iter(parts)).value}
+        fields["late_ms"] = round(sum(parts.values()) * 1000, 3)
+        fields |= {f"late_{cause}_ms": round(s * 1000, 3) for cause, s in parts.items()}
     fields |= {
         "attained": not figures.missed if slo.stated else None,
         "prompt_tokens": figures.prompt,

@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, nan
 from typing import Any, NamedTuple
 
 from sluice.protocol.requests import (
@@ -330,6 +330,21 @@ class SuspicionState:
     spared: bool = False
 
 
+@dataclass(slots=True)
+class Waits:
+    """When a call's first placement began and ended, and seconds that it waited: for a promise, for
+    its model's first replica, for a replica in an empty pool, and, as a stream, for the attempt
+    after one that failed or moved."""
+
+    asked_s: float = nan
+    decided_s: float = nan
+    queue_s: float = 0.0
+    start_s: float = 0.0
+    pool_s: float = 0.0
+    failed_s: float = 0.0
+    moved_s: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Answer:
     """The state of a call over its attempts. It is open once an attempt is.
@@ -364,6 +379,7 @@ class Answer:
     move_reason: MoveReason | None = None
     left: list[str] = field(default_factory=list)
     left_s: float = -inf
+    waits: Waits = field(default_factory=Waits)
     head: ResponseHead = _NO_HEAD
     decision: RouteDecision = _NO_DECISION
     tier: Tier = Tier.BEST_EFFORT

@@ -29,6 +29,7 @@ from sluice.router.dispatch.attempt import (
     Transcript,
     name_of,
 )
+from sluice.router.dispatch.causes import late_parts
 from sluice.router.dispatch.migrations import Migrations, Moves
 from sluice.router.dispatch.placement import DecisionService, PlacementClient, unpromised
 from sluice.router.dispatch.retries import (
@@ -73,6 +74,8 @@ STALLED_READER_S = 60.0
 """A client that reads nothing of its stream for this long is dropped, seconds."""
 
 _BUSY = 503
+_LATE = (Outcome.OK, Outcome.CANCELLED)
+"""Outcomes of promised requests that may be late; the others have failed."""
 _PAIR: frozenset[Role] = frozenset(("prefill", "decode"))
 _UNTRACED: Mapping[str, str] = {}
 
@@ -223,6 +226,8 @@ class Dispatcher:
             if tail is not None and tail.prompt_tokens > 0:
                 self.estimator.learn(call.prompt, tail.prompt_tokens)
         figures = RequestFigures.of(clock, outcome, self.clock(), tail, cached, queued_s)
+        if figures.missed and answer is not None and answer.promises and outcome in _LATE:
+            figures = figures._replace(late=late_parts(answer, figures))
         if telemetry is not None:
             self._metrics.ended(call, figures)
             telemetry.ended(call, figures, error, answer)
@@ -257,6 +262,7 @@ class Dispatcher:
                 kept,
                 figures.judged_s,
                 0 if call.turn is None else call.turn.expected_tokens,
+                tuple(next(iter(figures.late.values()), {}).items()),
             )
             self._controller.ended(ending)
 
@@ -287,7 +293,10 @@ class Dispatcher:
         if answer.blame is not None:
             raise answer.blame from failure
         if failure.reason is Reason.NO_REPLICA:
-            return await self._pools.wait(answer, failure)
+            began_s = self.clock()
+            await self._pools.wait(answer, failure)
+            answer.waits.pool_s += self.clock() - began_s
+            return
         granted, answer.granted = answer.granted, False
         if not failure.retry or (answer.spent and not granted):
             raise failure
@@ -315,6 +324,7 @@ class Dispatcher:
             await self._next(answer)
         except ApiError:  # the controller admits it nowhere
             raise failure from None
+        answer.waits.failed_s += self.clock() - broken.last_item_s
         self._metrics.resumes.inc()
 
     async def _migrate(self, answer: Answer) -> None:
@@ -324,6 +334,7 @@ class Dispatcher:
         migrations.left(answer, source)
         try:
             migrations.arrived(answer, await self._next(answer))
+            answer.waits.moved_s += self.clock() - source.last_item_s
         except ApiError as error:  # the controller admits it nowhere
             raise ReplicaFailedError(*NOT_RESUMED, retry=False) from error
         finally:
@@ -353,11 +364,15 @@ class Dispatcher:
             key, prefill_key = request_key(request_id), 0
             if self._pools.may_split and not answer.empty & _PAIR and may_split(call):
                 prefill_key = request_key(prefill_id_of(request_id))
-            asked_s = self.clock()
+            asked_s, first = self.clock(), answer.attempts == 1
+            waits = answer.waits if first else None
             decision = await self._placements.find(
-                call, key, answer.failed, prefill_key, resume is not None
+                call, key, answer.failed, prefill_key, resume is not None, waits
             )
-            answer.alive_s += self.clock() - asked_s
+            decided_s = self.clock()
+            answer.alive_s += decided_s - asked_s
+            if first:
+                answer.waits.asked_s, answer.waits.decided_s = asked_s, decided_s
         promised = decision.tier is Tier.GUARANTEED
         answer.promises += promised
 
@@ -562,5 +577,7 @@ class Dispatcher:
             clock = TokenClock(slo, answer.call.received_s)
             outcome = Outcome.CANCELLED if left else Outcome.FAILED
             figures = RequestFigures.of(clock, outcome, self.clock())
+            if left:
+                figures = figures._replace(late=late_parts(answer, figures))
             moved, client = answer.moved, answer.call.client.name
             self._metrics.admission.ended(figures, None, not left, moved, client)

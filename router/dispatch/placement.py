@@ -18,6 +18,7 @@ from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.protocol.requests import NO_TURN
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
+from sluice.router.dispatch.attempt import Waits
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import AdmissionMetrics, Fallback, RouterMetrics
 from sluice.router.request.call import Call
@@ -458,15 +459,18 @@ class PlacementClient:
         failed: Sequence[str],
         prefill_key: int = 0,
         begun: bool = False,
+        waits: Waits | None = None,
     ) -> RouteDecision:
         """The decision on ``call`` under this key, none of ``failed``. ``prefill_key``: for a
-        separate prefill replica. ``begun``: a part is sent already, so any tier will do. Raises
-        ApiError: 429; no promise and no best effort. 503; no replica, and it cannot wait."""
+        separate prefill replica. ``begun``: a part is sent already, so any tier will do. ``waits``:
+        notes its waits. Raises ApiError: 429; no promise and no best effort. 503; no replica, and
+        it cannot wait."""
+        waits = waits or Waits()
         if call.span is None:
-            return await self._find(call, key, failed, prefill_key, begun)
+            return await self._find(call, key, failed, prefill_key, begun, waits)
         span = call.span.child("decision")
         try:
-            found = await self._find(call, key, failed, prefill_key, begun)
+            found = await self._find(call, key, failed, prefill_key, begun, waits)
             predicted_s = found.predicted_ttft_s
             span.set(
                 sluice__replica=found.replica_id,
@@ -482,11 +486,17 @@ class PlacementClient:
             span.end()
 
     async def _find(
-        self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int,
+        begun: bool,
+        waits: Waits,
     ) -> RouteDecision:
         if not call.scheduled:
             return _within(call, failed, UNDECIDED)
-        decision = await self._decide(call, key, failed, prefill_key, begun)
+        decision = await self._decide(call, key, failed, prefill_key, begun, waits)
         if decision is None:
             self._metrics.fallbacks(Fallback.NO_ANSWER).inc()
             full = self._full_s(call) > 0
@@ -555,7 +565,13 @@ class PlacementClient:
         return unpromised(decision)._replace(replica_id=replica_id, prefill_id=None)
 
     async def _decide(
-        self, call: Call, key: int, failed: Sequence[str], prefill_key: int, begun: bool
+        self,
+        call: Call,
+        key: int,
+        failed: Sequence[str],
+        prefill_key: int,
+        begun: bool,
+        waits: Waits,
     ) -> RouteDecision | None:
         """The decision, after the class's queue if any. Raises ApiError: 429; full, or too long."""
         slo, loop = call.slo, call.loop
@@ -578,7 +594,7 @@ class PlacementClient:
         refused = None
         # A request that arrives while others wait queues behind them, before it asks.
         if queue is None or len(queue) == 0:
-            refused = await self._answered(call, ask, tiers)
+            refused = await self._answered(call, ask, tiers, waits)
             if queue is None or refused is None or not may_wait(refused):
                 return refused
         ttft_s, _, e2e_s, _ = slo.columns
@@ -586,22 +602,27 @@ class PlacementClient:
         turn, attained = call.turn, 0.0
         if turn is not None and turn.program:
             attained = self._had.of(turn.program, self._clock())
+        joined_s = self._clock()
         with queue.slot(due_s, refused, call.client, call.queue_ttl_s, attained) as slot:
             while True:
                 await slot.wait()
-                decision = await self._answered(call, ask, tiers)
+                waits.queue_s = self._clock() - joined_s
+                decision = await self._answered(call, ask, tiers, waits)
                 if decision is None or not may_wait(decision):
                     return decision
                 slot.refuse(decision)
 
-    async def _answered(self, call: Call, ask: Ask, tiers: frozenset[Tier]) -> RouteDecision | None:
+    async def _answered(
+        self, call: Call, ask: Ask, tiers: frozenset[Tier], waits: Waits
+    ) -> RouteDecision | None:
         """The controller's decision, now or after a cold start. While the controller does not
         answer and has just reported no capacity, a call that needs a promise is refused: a client
         that asks often would get in by a late answer."""
         decision = await ask()
         if decision is not None and decision.starts_in_s is not None:
-            starts = self._cold_starts
+            starts, began_s = self._cold_starts, self._clock()
             decision = await starts.decided(call.client, decision, ask, call.queue_ttl_s)
+            waits.start_s = self._clock() - began_s
         if decision is not None:
             # Promises between refusals do not end the time without capacity.
             refused = decision.reason == UNATTAINABLE and decision.retry_after_s is not None

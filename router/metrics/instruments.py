@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -14,6 +14,7 @@ from sluice.protocol.requests import POOLING, Endpoint, ResponseTail
 from sluice.router.errors import Reason
 from sluice.router.tenancy.limits import ANYONE, UNNAMED, Client
 from sluice.router.wire import NO_CLASS
+from sluice.scheduling.request.lateness import Cause, Parts
 from sluice.scheduling.request.objective import SLO, EarnedGain, Times, TokenClock
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class RequestFigures(NamedTuple):
     ``judged_s``: TTFT, TPOT and end-to-end time of the worst stages. ``sent``: first choice's
     tokens that reached the client. ``generated``: by the engine, or those sent if the response
     broke off. ``prompt``, ``cached``: ``None`` then. ``queued_s``: until its first batch, if known.
+    ``late``: of a promise, by missed objective, the lateness by cause, the largest part first.
     """
 
     slo: SLO
@@ -139,6 +141,7 @@ class RequestFigures(NamedTuple):
     prompt: int | None = None
     cached: int | None = None
     queued_s: float | None = None
+    late: Mapping[str, Parts] = {}
 
     @classmethod
     def of(
@@ -239,9 +242,11 @@ class AdmissionMetrics:
         )
         self._missed = make.counters(
             "sluice_promises_missed",
-            "Guaranteed requests that missed their SLO, by missed objective, or failed.",
+            "Guaranteed requests that missed their SLO, by missed objective, or failed, and by the "
+            "cause of most of the lateness.",
             "class",
             "objective",
+            "cause",
         )
         self._client_promises = make.counters(
             "sluice_client_promises",
@@ -322,8 +327,10 @@ class AdmissionMetrics:
         self._client_promises(self._clients.label(client), service_class, outcome).inc()
         if moved:
             self._moved(service_class, outcome).inc()
+        unknown = {Cause.FAILURE if failed else Cause.UNKNOWN: 0.0}
         for objective in missed:
-            self._missed(service_class, objective).inc()
+            cause = next(iter(figures.late.get(objective, unknown)))
+            self._missed(service_class, objective, cause.value).inc()
         return not missed
 
 

@@ -761,10 +761,12 @@ class Placer:
         else:
             self._reserve_pair(job, chosen, second, made)
             prefill_id, row, kv_transfer_s = fleet.ids[row], second.row, second.kv_transfer_s
-        planned = query.slo.times_s if tier is Tier.GUARANTEED else None
+        planned, own_s = None, 0.0
+        if tier is Tier.GUARANTEED:
+            planned, own_s = query.slo.times_s, float(job.work_s[chosen])
         return RouteDecision(
             fleet.ids[row], PLACED, tier, ttft_s, None, fleet.roles[row], prefill_id, kv_transfer_s,
-            planned=planned,
+            planned=planned, own_s=own_s,
         )  # fmt: skip
 
     def _reserve_pair(self, job: Job, chosen: int, second: DecodeChoice, made: Reservation) -> None:

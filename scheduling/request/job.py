@@ -189,7 +189,8 @@ class RouteDecision(NamedTuple):
             request that waits at the edge asks again by it.
         starts_in_s: predicted time until the model's first replica serves
             (``placement.cold_start``).
-        level: if promised: the share of such promises that is to be kept."""
+        level: if promised: the share of such promises that is to be kept.
+        own_s: if promised: the predicted time of its own prefill."""
 
     replica_id: str | None
     reason: str
@@ -204,3 +205,4 @@ class RouteDecision(NamedTuple):
     room_s: float | None = None
     starts_in_s: float | None = None
     level: float | None = None
+    own_s: float = 0.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.recent_decisions import UNKNOWN_CLASS, Endings, RequestClasses
 from sluice.protocol.messages import MAX_ENDINGS, LateNotice, RequestEnding
+from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, ObservedController, hello, newer_push, query
 from tests.controller.test_decision_log import told
@@ -35,7 +36,8 @@ def test_requests_that_never_end_are_forgotten_in_the_end() -> None:
     assert classes.of([900]) == [UNKNOWN_CLASS]
 
 
-ENDING = RequestEnding("a" * 32, "ok", ("tpot",), 12, 0.3, 0.04, 1.5)
+BY_CAUSE = ((Cause.ENGINE_STALL, 0.2), (Cause.DECODES, 0.05))
+ENDING = RequestEnding("a" * 32, "ok", ("tpot",), 12, 0.3, 0.04, 1.5, late=BY_CAUSE)
 LATE = LateNotice("a" * 32, 0.3, None)
 
 
@@ -62,6 +64,8 @@ async def test_a_decision_is_told_with_what_the_router_saw_of_it() -> None:
         "ttft_ms": 300,
         "tpot_ms": 40,
         "e2e_ms": 1_500,
+        "cause": "engine_stall",
+        "late_ms": {"engine_stall": 200, "decodes": 50},
     }
     for ending, attained in (
         (ENDING._replace(missed=()), True),

@@ -197,8 +197,8 @@ def test_a_request_whose_kv_is_fetched_is_no_mismatch_and_alone_no_step(engine):
 
 
 def test_kv_transfers_are_published(engine):
-    engine.scheduler.kv_arrived(0.5, 70, 1000)
-    engine.scheduler.kv_arrived(0.25, 30, 500)
+    engine.scheduler.kv_arrived("a", 1.0, 1.5, 70, 1000)
+    engine.scheduler.kv_arrived("b", 1.0, 1.25, 30, 500)
     engine.scheduler.kv_failed()
     engine.step(views=[], ran=[])
     names = [f"transfer{name}" for name in ("s", "_seconds", "_tokens", "_bytes", "_failures")]

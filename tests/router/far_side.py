@@ -44,6 +44,7 @@ from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
+from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import SLO, TokenClock
 from sluice.scheduling.roles import Role
 from tests.router.virtual_time import VirtualTime
@@ -481,6 +482,14 @@ class Edge:
 
     def sample(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def causes(self, objective: str, service_class: str = "standard") -> dict[str, float]:
+        """Promises that missed an objective, by cause."""
+        labels = {"class": service_class, "objective": objective}
+        name = "sluice_promises_missed_total"
+        return {
+            cause: count for cause in Cause if (count := self.sample(name, **labels, cause=cause))
+        }
 
 
 class Client:
