@@ -160,6 +160,7 @@ def _real(seconds: float) -> Json:
     with campaign() as bench:
         logs = bench.folder / "batches"
         parts: Json = {"engine": {"served_model_name": MODEL, "batch_log": str(logs)}}
+        parts["replica"] = {"count": 1}
         start = sluice("sluice", lambda _, port: {**parts, "router": router(port, CLASSES)})
         with start(bench) as system:
             (url,), slos = system.urls, objectives(CLASSES)
@@ -167,7 +168,7 @@ def _real(seconds: float) -> Json:
             capacity(bench, system, drawn, body_of("usage"), IN_FLIGHT, 1.0, seconds)
 
             def counted() -> tuple[float, float]:
-                (steps,) = _steps(logs.rglob("*.jsonl"))
+                (steps,) = _steps(logs.glob("*.jsonl"))
                 return _busy_s(steps), metrics(url)["sluice_engine_busy_seconds_total"]
 
             until(lambda: abs(counted()[0] / counted()[1] - 1) < 1e-4, _PUSHED_S, bench.stop)

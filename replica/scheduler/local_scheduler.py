@@ -605,7 +605,6 @@ class LocalScheduler:
             "best_effort_wait_s": self._best_effort_wait_s,
             "patience_s": self._policy.best_effort.patience_s,
             "draft_s": self._draft_time.seconds,
-            "accounts": len(self.usage),
             **self.counts,
         }
         if computed:  # an empty batch is not evidence of step times

@@ -333,12 +333,13 @@ class StateTable:
         for attempt in range(30):
             before = int(self._sequence[0])
             if before % 2 == 0:
+                used = self.accounts["seconds"] > 0.0
                 self._fence()
                 slots = np.flatnonzero(self._rows["phase"]).astype(np.int32)
                 rows = self._rows[slots]
                 summary = self.summary[0].copy()
                 held = self._held.copy()
-                accounts = self.accounts[: summary["accounts"]].copy()
+                accounts = self.accounts[used]
                 self._fence()
                 if int(self._sequence[0]) == before:
                     return EngineState(self._clock(), slots, rows, summary, held, accounts)

@@ -67,7 +67,6 @@ SUMMARY = np.dtype(
         ("step_spread", "<f8"),  # relative error of corrected predictions, root mean square
         ("steps", "<i8"),
         ("busy_s", "<f8"),  # time in which a batch ran
-        ("accounts", "<i8"),  # number of them, see tenancy.usage
         ("waiting", "<i4"),
         ("running", "<i4"),
         ("free_kv_blocks", "<i4"),

@@ -70,15 +70,12 @@ class EngineUsage:
 
     def __init__(self, records: np.ndarray, slots: int) -> None:
         self._records = records
+        self._used = records["seconds"], records["kv_block_seconds"]
         self._numbers = {("", ""): 0}
         # By slot; in the last place what is of requests without one.
         self._accounts: Ints = np.zeros(slots + 1, np.int64)
         self._blocks: Ints = np.zeros(slots + 1, np.int64)
         self._held: Floats = np.zeros(1)
-
-    def __len__(self) -> int:
-        """Number of accounts."""
-        return len(self._numbers)
 
     def begin(self, slot: int, client: str, service_class: str) -> None:
         """A request has this slot now. Without a ``client`` it is no client's."""
@@ -111,6 +108,5 @@ class EngineUsage:
 
     def charge(self, shares: Floats, seconds: float) -> None:
         """A batch with these shares has taken ``seconds``."""
-        count = shares.shape[1]
-        self._records["seconds"][:count] += shares[0] * seconds
-        self._records["kv_block_seconds"][:count] += shares[1] * seconds
+        for used, added in zip(self._used, shares * seconds, strict=True):
+            used[: len(added)] += added

@@ -293,6 +293,33 @@ def test_disconnect_during_prefill_cancels(serving: System) -> None:
     wait_until(lambda: serving.live() == 0, "the engine dropped it")
 
 
+def test_the_accounts_of_engines_have_all_of_their_batches_time(
+    serving: System, batch_log: Path
+) -> None:
+    """After requests that ended and that were cut off, and the engines' own at their start."""
+    serving.post({"model": "local", "prompt": _PROMPT, "max_tokens": 8}, x_slo_class="easy")
+
+    def seconds() -> tuple[float, float, float]:
+        logs = [path.read_text().splitlines() for path in batch_log.glob("*.jsonl")]
+        batches = [json.loads(line) for lines in logs for line in lines]
+        logged = sum(batch["end_s"] - batch["now_s"] for batch in batches if batch["ran"])
+        names = "sluice_engine_busy_seconds_total", "sluice_engine_seconds_total"
+        busy, accounts = (serving.value(name) for name in names)
+        return logged, busy, accounts
+
+    def agree() -> bool:
+        logged, busy, accounts = seconds()
+        return logged == pytest.approx(busy, rel=0.01) and busy == pytest.approx(accounts, rel=0.01)
+
+    wait_until(agree, "the accounts agree with the logs of batches", show=seconds)
+    parts = [
+        serving.value("sluice_engine_seconds_total", client=client, **{"class": name})
+        for client, name in (("unnamed", "easy"), ("unnamed", "standard"), ("unattributed", "none"))
+    ]
+    assert min(parts) > 0
+    assert serving.value("sluice_engine_kv_block_seconds_total", client="unnamed") > 0
+
+
 def test_structured_output_is_not_tried_again_after_a_hang(serving: System) -> None:
     wanted = {"structured_outputs": {"regex": "[a-z]{1500}"}}
 
