@@ -307,6 +307,7 @@ async def _started(engine: Engine, config: EngineConfig) -> EngineInfo:
     finally:
         gc.collect()
         gc.freeze()  # what is imported is looked through no more
+        gc.set_threshold(700, 10, 100)  # all requests in flight rarely, as in the router
         gc.enable()
 
 

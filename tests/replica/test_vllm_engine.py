@@ -23,6 +23,7 @@ from sluice.protocol.requests import (
 )
 from sluice.replica.profiling import profile_key
 from sluice.replica.server import FIRST_STEPS, Watchdog
+from sluice.replica.vllm import tokenizing
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.router.request.prompt import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
@@ -96,6 +97,17 @@ async def test_the_key_of_a_profile_has_threads_only_where_they_compute(
     assert len(set(keys())) == 2
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     assert len(set(keys())) == 1
+
+
+async def test_only_long_prompts_wait_for_the_thread_that_tokenizes(engine, monkeypatch):
+    submitted, executor = [], engine._llm.renderer._executor
+    own = executor.submit
+    monkeypatch.setattr(executor, "submit", lambda *job: submitted.append(job) or own(*job))
+    short = (await answer(engine, request("short")))[2]
+    assert short.prompt_tokens > 1 and not submitted
+    monkeypatch.setattr(tokenizing, "SHORT", len(PROMPT) - 1)
+    assert (await answer(engine, request("long")))[2].prompt_tokens == short.prompt_tokens
+    assert len(submitted) == 1
 
 
 async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine):
