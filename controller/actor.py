@@ -50,6 +50,7 @@ from sluice.protocol.messages import (
     MAX_QUERIES,
     FaultNotice,
     FirstTokenWait,
+    Hold,
     LateNotice,
     QuotaUse,
     ReplicaDelta,
@@ -67,6 +68,7 @@ from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.loops import LoopPart, LoopPromises, LoopTurn, LoopTurnEnd
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import MAX_TOGETHER, Placer
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.request.job import (
     DECLINED,
     INVALID_QUERY,
@@ -211,6 +213,13 @@ class Controller:
             except ValueError:
                 found.append(None)
         return await self._server.window.route(found)
+
+    async def quote(self, query: RouteQuery, hold_s: float = 0.0) -> Quote:
+        """What would be decided on a query now, see ``Placer.quote``. Raises ValueError: malformed,
+        or out of range."""
+        with self._counters.refusals():
+            query, hold_s = checked_query(query), checked("hold_s", hold_s, Hold)
+        return self._placer.quote(query, self._touch(), hold_s)
 
     async def endpoint(self) -> Endpoint:
         """Address at which :meth:`route` and :meth:`report` are served over a plain connection; see
@@ -444,12 +453,16 @@ class Controller:
         no times, a cancelled one only its TTFT."""
         self._promises.ended(ending, now_s)
         name = ending.request_id
-        judged_s = ending.judged_s or (ending.ttft_s, ending.tpot_s, ending.e2e_s)
+        quotes, seen_s = self._placer.quotes, (ending.ttft_s, ending.tpot_s, ending.e2e_s)
+        judged_s = ending.judged_s or seen_s
         if ending.outcome == "ok":
+            quotes.ended(name, seen_s, now_s)
             self._calibration.ended(name, *judged_s, now_s)
         elif ending.outcome == "cancelled":
+            quotes.ended(name, (ending.ttft_s, None, None), now_s)
             self._calibration.ended(name, judged_s[0], None, None, now_s)
         else:
+            quotes.ended(name, None)
             self._calibration.dropped(name)
         most = ending.most_tokens or inf
         ended = ending.outcome == "ok" and ending.tokens < most

@@ -35,6 +35,7 @@ from sluice.scheduling.autoscaling import Load
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.loops import LoopPart, LoopTurn, LoopTurnEnd
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.roles import Role
 
@@ -50,6 +51,9 @@ __all__ = [
 
 LOOP_TIMEOUT_S = 0.25
 """Longest wait for a turn's part of its tool loop, seconds: a request waits for it."""
+
+QUOTE_TIMEOUT_S = 0.25
+"""Longest wait for a quote or an offer, seconds."""
 
 SCRAPE_TIMEOUT_S = 2.0
 
@@ -130,6 +134,17 @@ class ControllerClient:
             except StopIteration as end:
                 found: RouteDecision | None = end.value
                 return found
+
+    async def quote(self, query: RouteQuery, hold_s: float) -> Quote | None:
+        """What would be decided on ``query`` now, by the cell that it would be asked of first; of
+        several cells none holds it."""
+        cell, choice = self._first, self._choice
+        if choice is not None:
+            up = [each.up for each in self._of.values()]
+            cell, hold_s = self._of[next(choice.questions(query, self._clock(), up))[0]], 0.0
+        quote: Quote | None
+        quote = await cell.calls.answer("quote", query, hold_s, timeout_s=QUOTE_TIMEOUT_S)
+        return quote
 
     def _some_leave(self) -> None:
         self._leaving([name for cell in self._of.values() for name in cell.leaving])

@@ -53,6 +53,11 @@ Ages = tuple[Age | None, Age | None, Age | None]
 
 _Objective = Annotated[str, Meta(pattern=rf"\A({'|'.join(OBJECTIVES)})\Z")]
 
+MAX_HOLD_S: Final = 5.0
+"""Longest time for which a quote is held, seconds."""
+
+Hold = Annotated[float, Meta(ge=0, le=MAX_HOLD_S)]
+
 MAX_USES = 1_024
 """Most entries of one call about rate limits."""
 

@@ -42,6 +42,7 @@ from sluice.router.ingress.middleware import Cors, IngressMiddleware, Pause, She
 from sluice.router.metrics.page import Page
 from sluice.router.metrics.vllm_names import with_vllm_names
 from sluice.router.openapi import PATH, document
+from sluice.router.quotes import Quotes
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
 from sluice.router.request.loop import LoopDeadlines, LoopService
@@ -105,6 +106,7 @@ def make_api(
         telemetry=telemetry,
         shedder=shedder,
         serve=calls.serve,
+        quote=Quotes(config, fleets, calls.reader).serve,
         clock=fleets.clock,
         pause=pause,
     )

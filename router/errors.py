@@ -94,6 +94,8 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self._headers = headers or {}
+        self.offer: dict[str, Any] | None = None
+        """The nearest objective that could be promised, of a refused one."""
         if retry_after_s is not None:
             retry_after_s = max(0.0, min(MAX_RETRY_AFTER_S, retry_after_s))
         self.retry_after_s = retry_after_s
@@ -102,13 +104,20 @@ class ApiError(Exception):
         """The body in the shape of ``endpoint``'s API, with ``retry_after_ms`` if predicted."""
         predicted_ms = None if self.retry_after_s is None else round(self.retry_after_s * 1000, 3)
         status, code = self.reason.status, self.reason.value
-        return error_document(endpoint, status, self.message, code, self.param, predicted_ms)
+        document = error_document(endpoint, status, self.message, code, self.param, predicted_ms)
+        if self.offer is not None:
+            document["error"]["offer"] = self.offer
+        return document
 
     def response(
         self, endpoint: Endpoint | None = None, headers: dict[str, str] | None = None
     ) -> JSONResponse:
         """The complete HTTP response of ``endpoint``, with ``headers`` added."""
         merged = {**self._headers, **(headers or {})}
+        if (offer := self.offer) is not None:
+            merged[wire.QUOTE_HEADER] = offer["quote"]
+            names = wire.OFFER_HEADERS.items()
+            merged |= {header: f"{offer[name]:g}" for name, header in names if name in offer}
         retry_after_s = self.retry_after_s
         if retry_after_s is None:
             retry_after_s = self.reason.retry_after_s

@@ -107,6 +107,10 @@ def document(config: RouterConfig) -> Schema:
     paths: Schema = {
         path: {"post": _inference(endpoint, config)} for path, endpoint in INFERENCE_PATHS.items()
     }
+    quoted = _inference("chat", config)
+    quoted |= {"summary": "What could be promised to a conversation now"}
+    quoted["responses"]["200"] = {"description": "OK", "content": _json(_OBJECT)}
+    paths[wire.QUOTE_PATH] = {"post": quoted}
     paths["/v1/models"] = {"get": _operation("List the models", _json(_list()))}
     paths["/v1/models/{model_id}"] = {
         "get": _operation("Describe a model", _json(_OBJECT), _parameter("model_id"))

@@ -140,6 +140,21 @@ PROMISED_E2E_HEADER: Final = "x-sluice-promised-e2e-ms"
 PROMISE_LEVEL_HEADER: Final = "x-sluice-promise-level"
 """Response, if the SLO is promised: the share of such promises that is to be kept."""
 
+QUOTE_PATH: Final = "/v1/slo/quote"
+
+QUOTE_HEADER: Final = "x-sluice-quote"
+"""Request: the quote or the offer that it takes up. Response: of the offer in a refusal."""
+
+EXPIRES: Final = "expires_ms"
+MAX_TOKENS_FIELD: Final = "max_tokens"
+OFFER_HEADERS: Final = {
+    TTFT: "x-sluice-offer-ttft-ms",
+    TPOT: "x-sluice-offer-tpot-ms",
+    E2E: "x-sluice-offer-e2e-ms",
+    EXPIRES: "x-sluice-offer-expires-ms",
+}
+"""Key of the error's offer -> response header that says the same."""
+
 LOOP_REMAINING_HEADER: Final = "x-sluice-loop-remaining-ms"
 """Response to a turn of a tool loop: ms to the loop's deadline when the response's head is sent."""
 
@@ -199,6 +214,8 @@ RESPONSE_HEADERS: Final = (
     PROMISED_TPOT_HEADER,
     PROMISED_E2E_HEADER,
     PROMISE_LEVEL_HEADER,
+    QUOTE_HEADER,
+    *OFFER_HEADERS.values(),
     LOOP_REMAINING_HEADER,
     LOOP_ADMISSION_HEADER,
     CLAMPED_HEADER,

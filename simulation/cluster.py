@@ -26,7 +26,7 @@ from sluice.scheduling.placement.output_lengths import LengthPredictor
 from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, PROMISED
-from sluice.scheduling.request.objective import TPOTAnchor
+from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.roles import ROLES, Role
 from sluice.scheduling.routing import RoutingPolicy
 from sluice.simulation.config import (
@@ -361,6 +361,11 @@ LOOP_ENDED = "an earlier turn of its loop failed"
 RETRY_PAUSE_S = 0.02
 """Pause before a request is placed again; it doubles."""
 
+ACCEPT_S = 0.5
+"""How long a client takes to take up an offer."""
+
+_GOLDEN = 0.6180339887498949
+
 QUEUE_LIMIT_S = 10.0
 """Longest wait of a request whose class queues."""
 
@@ -406,6 +411,7 @@ class Cluster:
         self.loops = VirtualLoops(requests, config.loops, config.promise_level)
         self._attempts: dict[int, int] = {}
         self._retried: dict[int, int] = {}
+        self._accepted: set[int] = set()
         # Time since which there has been no replica for a request.
         self._waiting_since: dict[int, float] = {}
         # Requests that wait at the router to be decided together.
@@ -514,6 +520,9 @@ class Cluster:
         self._undecided = []
         now_s = self.events.now_s
         queries = [self._query(key) for key in undecided]
+        if self._config.quotes:
+            for query in queries:
+                self._requests.quoted[query.key] = self._mirror.quote(query, now_s).times_s
         for index, row in self._mirror.order(queries, now_s):
             placed = self._mirror.place(queries[index], now_s, row)
             self._placed(undecided[index], queries[index], placed)
@@ -542,12 +551,38 @@ class Cluster:
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
         """No replica can promise a request, and its class does not allow best effort."""
+        if self._accepts(key):
+            return
         left = self._config.retries - self._retried.get(key, 0)
         if self._when(key) != "reject" or retry_after_s is None or left <= 0:
             self._wait(key, self._patience_s(key), REFUSED)
             return
         self._retried[key] = self._config.retries - left + 1
         self.events.after(retry_after_s, partial(self._retry_refused, key, retry_after_s))
+
+    def _accepts(self, key: int) -> bool:
+        """Whether a refused request's client will take up an offer."""
+        draws = key * _GOLDEN % 1.0 < self._config.accepting
+        if key in self._accepted or self._when(key) != "reject" or not draws:
+            return False
+        query = self._query(key)
+        asked = query._replace(client_request_id=f"offer {key}")  # it has no retry time yet
+        offer = self._mirror.quote(asked, self.events.now_s).offer
+        if offer is None:
+            return False
+        self._accepted.add(key)
+        slo = query.slo.with_times(offer.times_s)
+        self.events.after(ACCEPT_S, partial(self._accept, key, slo))
+        return True
+
+    def _accept(self, key: int, slo: SLO) -> None:
+        requests, now_s = self._requests, self.events.now_s
+        requests.arrived_at(key, now_s)
+        requests.restate(key, slo)
+        query = self._query(key)._replace(takes=key)
+        self._placed(key, query, self._mirror.place(query, now_s))
+        promised = not isnan(requests.promised_s[key])
+        requests.retries.append(Retry(key, now_s, ACCEPT_S, promised))
 
     def _retry_refused(self, key: int, retry_after_s: float) -> None:
         requests, now_s = self._requests, self.events.now_s

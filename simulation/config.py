@@ -108,6 +108,10 @@ class ClusterConfig(_Config):
     """Interval at which endings are reported to the margins."""
     retries: Annotated[int, Field(ge=0)] = 0
     """Most retries of a refused request, each after the advised time as a new request."""
+    quotes: bool = False
+    """Whether each request asks for a quote before it is placed."""
+    accepting: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the refused requests whose clients take up an offer, half a second later."""
     max_attempts: Count = 3
     """Most times that a request is placed, also after its output has begun."""
     edge_wait_s: Interval = 5.0

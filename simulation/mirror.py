@@ -20,6 +20,7 @@ from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import Placer, Planned
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.request.job import NO_REPLICA, PLACED, RouteDecision
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import Times, tpot_s
@@ -146,6 +147,7 @@ class VirtualMirror:
         self._placer = Placer(
             self.fleet, routing, admission, calibration=self.calibration, lengths=self._lengths
         )
+        self.quotes = self._placer.quotes
         self.window_s = admission.window_s if admission is not None else 0.0
         """How long a request waits for others that are decided with it, seconds."""
         self._known: dict[str, _Known] = {}
@@ -197,6 +199,7 @@ class VirtualMirror:
         now_s: float,
     ) -> None:
         """Learn the margins, and the output lengths of its class, from a request that has ended."""
+        self.quotes.ended(key, observed, now_s)
         if self.calibration is None:
             return
         if observed is None:
@@ -224,6 +227,11 @@ class VirtualMirror:
         """See :meth:`sluice.scheduling.placement.placer.Placer.place`."""
         self._take_in()
         return self._placer.place(query, now_s, at)
+
+    def quote(self, query: RouteQuery, now_s: float) -> Quote:
+        """See :meth:`sluice.scheduling.placement.placer.Placer.quote`."""
+        self._take_in()
+        return self._placer.quote(query, now_s)
 
     def without_decision(self) -> RouteDecision:
         """Silent replicas that serve whole requests take turns, as in Serve's own routing."""
@@ -334,6 +342,12 @@ class CellMirrors:
     def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Planned]:
         """In the order given."""
         return list(map(Planned, range(len(queries))))
+
+    def quote(self, query: RouteQuery, now_s: float) -> Quote:
+        """Ask the cell that would be asked first."""
+        up = [cell.replicas > 0 for cell in self._cells]
+        number, _ = next(self._choice.questions(query, now_s, up))
+        return self._cells[number].quote(query, now_s)
 
     def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
         """Ask one cell, or two."""

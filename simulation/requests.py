@@ -76,6 +76,8 @@ class Requests:
         """Whether no request has several stages."""
         self.retries: list[Retry] = []
         """The retries of refused requests, in order."""
+        self.quoted: dict[int, tuple[tuple[float, ...], ...]] = {}
+        """The quoted times of requests, where they ask for quotes."""
         self.hashed = any(arrival.block_hashes for arrival in self.arrivals)
         """Whether any prompt states which blocks it has."""
         self.depths: dict[int, int] = {}
@@ -146,9 +148,12 @@ class Requests:
 
     def bound(self, key: int, e2e_s: float) -> None:
         """A turn without stages is to end this long after its arrival, if not earlier."""
-        arrival = self.arrivals[key]
-        slo = replace(arrival.slo, e2e_s=min(e2e_s, arrival.slo.columns[2]))
-        self.arrivals[key] = arrival._replace(slo=slo)
+        slo = self.arrivals[key].slo
+        self.restate(key, replace(slo, e2e_s=min(e2e_s, slo.columns[2])))
+
+    def restate(self, key: int, slo: SLO) -> None:
+        """A request without stages states another objective."""
+        self.arrivals[key] = self.arrivals[key]._replace(slo=slo)
         self.slos[key] = self.stage_slos[self.first_stage[key]] = slo
         self.rows[key, [TTFT, TPOT, E2E]] = slo.columns[:3]
 

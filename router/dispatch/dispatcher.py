@@ -65,6 +65,7 @@ from sluice.router.serve.contract import (
     error_of,
 )
 from sluice.scheduling.fleet.breaker import ReplicaFault
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.scheduling.roles import Role
@@ -168,6 +169,11 @@ class Dispatcher:
         if attempt.head.media_type == EVENT_STREAM:
             self._metrics.streams(StreamPath.DIRECT if answer.fetched else StreamPath.ROUTER).inc()
         return answer
+
+    async def quote(self, call: Call, token: str, hold_s: float) -> Quote | None:
+        """What would be decided on ``call`` now; ``None`` if the controller does not answer."""
+        splits = self._pools.may_split and may_split(call)
+        return await self._placements.quote(call, token, hold_s, splits)
 
     async def pieces(
         self, answer: Answer, forward: Callable[[Piece], bool] | None = None

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
-from math import inf
+from math import ceil, inf
 from typing import Any, Final, Protocol
 
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
-from sluice.protocol.requests import NO_TURN
+from sluice.protocol.requests import NO_TURN, request_key
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.dispatch.attempt import Waits
@@ -29,6 +30,7 @@ from sluice.router.serve.hint import START_WAIT_S
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
+from sluice.scheduling.placement.quotes import VALID_S, Offer, Quote
 from sluice.scheduling.request.job import (
     DECLINED,
     NO_REPLICA,
@@ -37,6 +39,7 @@ from sluice.scheduling.request.job import (
     RouteQuery,
     Tier,
 )
+from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.tenancy.attained import ProgramTokens
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
@@ -385,6 +388,9 @@ class DecisionService(Protocol):
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         """The decision, or ``None`` if the controller does not answer in time."""
 
+    async def quote(self, query: RouteQuery, hold_s: float) -> Quote | None:
+        """What would be decided, or ``None`` if the controller does not answer in time."""
+
     def release(self, key: int) -> None:
         """Release a reservation that was not used. Returns at once."""
 
@@ -496,7 +502,11 @@ class PlacementClient:
     ) -> RouteDecision:
         if not call.scheduled:
             return _within(call, failed, UNDECIDED)
-        decision = await self._decide(call, key, failed, prefill_key, begun, waits)
+        try:
+            decision = await self._decide(call, key, failed, prefill_key, begun, waits)
+        except ApiError as error:
+            await self._offer(call, error, prefill_key != 0)
+            raise
         if decision is None:
             self._metrics.fallbacks(Fallback.NO_ANSWER).inc()
             full = self._full_s(call) > 0
@@ -505,13 +515,49 @@ class PlacementClient:
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
-            raise _refusal(call, decision)
+            refusal = _refusal(call, decision)
+            await self._offer(call, refusal, prefill_key != 0)
+            raise refusal
         if decision.replica_id is None:
             self._metrics.fallbacks(Fallback.NO_DECISION).inc()
             return _within(call, failed, UNDECIDED)
         if failed:
             decision = self._but_failed(decision, key, prefill_key, failed)
         return _within(call, failed, decision) if call.only else decision
+
+    async def quote(self, call: Call, token: str, hold_s: float, splits: bool) -> Quote | None:
+        """What would be decided on the call now; what ``token`` takes up is held. ``splits``: two
+        replicas may serve it."""
+        tiers = _ANY_TIER
+        if call.best_effort:
+            tiers = _BEST_EFFORT_ONLY
+        elif call.slo.stated and call.slo.service_class in self._promised_only:
+            tiers = _GUARANTEED_ONLY
+        query = RouteQuery(
+            request_key(token),
+            call.slo,
+            self._estimator.estimate(call.prompt),
+            tiers=tiers,
+            output_tokens=call.output_tokens,
+            session=call.affinity,
+            prefix=call.prefix.hashes,
+            prefill_key=request_key(f"{token}-prefill") if splits else 0,
+            tenant=call.client.tenant,
+            weight=call.client.caps.weight,
+            # A refused request has a retry time; its quote has none.
+            client_request_id=token,
+            only=tuple(call.only),
+        )
+        return await self._controller.quote(query, hold_s)
+
+    async def _offer(self, call: Call, refusal: ApiError, splits: bool) -> None:
+        """Add the nearest objective that could be promised to a refusal of one, if any could."""
+        if refusal.reason.status != 429 or not call.slo.stated or call.loop is not None:
+            return
+        token = secrets.token_hex(16)
+        quote = await self.quote(call, token, 0.0, splits)
+        if quote is not None and quote.offer is not None:
+            refusal.offer = offer_shown(quote.offer, call.slo, token)
 
     def ended(self, call: Call, tokens: int) -> None:
         """A call has ended after this number of computed tokens."""
@@ -593,7 +639,7 @@ class PlacementClient:
         queue = self._queues.get(slo.service_class) if tiers == _GUARANTEED_ONLY else None
         refused = None
         # A request that arrives while others wait queues behind them, before it asks.
-        if queue is None or len(queue) == 0:
+        if queue is None or len(queue) == 0 or call.takes:
             refused = await self._answered(call, ask, tiers, waits)
             if queue is None or refused is None or not may_wait(refused):
                 return refused
@@ -671,6 +717,7 @@ class PlacementClient:
             elsewhere,
             only=tuple(call.only),
             expected_tokens=turn.expected_tokens,
+            takes=call.takes,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)
@@ -686,6 +733,23 @@ def _within(call: Call, failed: Sequence[str], decision: RouteDecision) -> Route
     left = [name for name in call.only if name not in map(replica_of, failed)]
     replica_id = random.choice(left or list(call.only))
     return decision._replace(replica_id=replica_id, role=call.only[replica_id])
+
+
+def offer_shown(offer: Offer, slo: SLO, token: str) -> dict[str, Any]:
+    """An offer as clients see it: its times, and what they take."""
+    shown: dict[str, Any] = {}
+    takes = []
+    names = zip((wire.TTFT, wire.TPOT, wire.E2E), offer.times_s, slo.times_s, strict=True)
+    for name, offered_s, stated_s in names:
+        if offered_s is not None and stated_s is not None:
+            shown[name] = ceil(10_000 * offered_s) / 10
+            if offered_s > stated_s:
+                takes.append("slower" if name == wire.TPOT else "later")
+    if offer.max_tokens:
+        shown[wire.MAX_TOKENS_FIELD] = offer.max_tokens
+        takes.append("fewer tokens")
+    expires = {wire.EXPIRES: 1000 * VALID_S, "quote": token}
+    return {**shown, **expires, "takes": list(dict.fromkeys(takes))}
 
 
 def _loop_refusal(service_class: str, loop: Loop) -> ApiError:

@@ -189,7 +189,7 @@ _CLIENT_REQUEST_ID = wire.CLIENT_REQUEST_ID_HEADER.encode()
 HELD_BYTES: Final = 512 << 20
 """Minimum of what the bodies of all requests in a router may have together, bytes."""
 
-_COUNTED_PATHS = frozenset((*INFERENCE_PATHS, "/v1/files", "/v1/batches"))
+_COUNTED_PATHS = frozenset((*INFERENCE_PATHS, wire.QUOTE_PATH, "/v1/files", "/v1/batches"))
 """Whose POST counts towards rate limits; a batch must not block its own cancellation."""
 
 _RETRIED_STATUSES = frozenset((401, 429, 503))
@@ -201,8 +201,8 @@ class IngressMiddleware:
     read.
 
     Refusals are spaced out; those without a valid key have a separate rate, so that they do not
-    delay others. A path may end with a slash. ``serve``: answers inference, past the application's
-    routes and their wrappers, which take as long as reading the request."""
+    delay others. A path may end with a slash. ``serve`` and ``quote``: answer inference and quotes, past the
+    application's routes and their wrappers, which take as long as reading the request."""
 
     def __init__(
         self,
@@ -214,11 +214,13 @@ class IngressMiddleware:
         telemetry: Telemetry,
         shedder: Shedder,
         serve: Serve,
+        quote: Serve,
         clock: Callable[[], float] = time.monotonic,
         pause: Pause = asyncio.sleep,
     ) -> None:
         self._app = app
         self._serve = serve
+        self._quote = quote
         self._access = access
         self._limiter = limiter
         self._telemetry = telemetry
@@ -279,7 +281,9 @@ class IngressMiddleware:
         path = scope["path"]
         counted = scope["method"] == "POST" and path in _COUNTED_PATHS
         limited_rate = path not in (OPEN_PATH, PING_PATH)
-        endpoint = INFERENCE_PATHS.get(path) if counted else None
+        endpoint, serve = (INFERENCE_PATHS.get(path) if counted else None), self._serve
+        if counted and path == wire.QUOTE_PATH:
+            endpoint, serve = "chat", self._quote
         has_access = False
         try:
             by_gateway = "endpoints" in scope["state"]
@@ -313,7 +317,7 @@ class IngressMiddleware:
         try:
             with HeldBytes(self._bodies, client) as held:
                 scope["state"]["arrival"] = arrival._replace(held=held)
-                response = await self._serve(Request(scope, receive), endpoint)
+                response = await serve(Request(scope, receive), endpoint)
                 await response(scope, receive, send_named)
         finally:
             self._in_flight -= 1

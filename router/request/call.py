@@ -12,7 +12,14 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint, RequestBody, Turn
+from sluice.protocol.requests import (
+    SPEECH,
+    UNSCHEDULED,
+    Endpoint,
+    RequestBody,
+    Turn,
+    request_key,
+)
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import invalid, shown
@@ -78,6 +85,21 @@ def queue_ttl_s(headers: Iterable[tuple[bytes, bytes]]) -> float:
     return ttl_s
 
 
+_QUOTE_HEADER: Final = wire.QUOTE_HEADER.encode()
+_TOKEN: Final = re.compile(rb"[0-9a-f]{32}")
+
+
+def quote_key(token: bytes) -> int:
+    """The key by which the controller knows a quote's token. Raises ApiError: 400."""
+    if not _TOKEN.fullmatch(token):
+        raise invalid(
+            f"{wire.QUOTE_HEADER} must be the token of a quote or of an offer, 32 hexadecimal "
+            f"digits, got {shown(token.decode('latin-1'))}",
+            wire.QUOTE_HEADER,
+        )
+    return request_key(token.decode())
+
+
 _UNCHANGED: Mapping[str, str] = {}
 _UNSCHEDULED_SLO: Final = SLO(service_class=NO_CLASS)
 
@@ -102,7 +124,8 @@ class Call:
     ``prefix``: hashes of the prompt's beginning. ``clamped``: fields that the client's limits
     changed. ``degraded``: those that an alternative of its class changed. ``charge``: tokens
     reserved in its rate limit. ``queue_ttl_s``: longest wait it accepts, seconds. ``only``:
-    replicas with their pools' roles, empty: any. ``scheduled``: it uses an engine, so is placed."""
+    replicas with their pools' roles, empty: any. ``scheduled``: it uses an engine, so is placed.
+    ``takes``: the key of the quote or offer that it takes up, 0: none."""
 
     request_id: str
     endpoint: Endpoint
@@ -126,6 +149,7 @@ class Call:
     loop: Loop | None = None
     queue_ttl_s: float = inf
     only: Mapping[str, Role] = field(default_factory=dict)
+    takes: int = 0
 
     scheduled: bool = field(init=False)
     model: str | None = field(init=False)
@@ -164,11 +188,11 @@ class CallReader:
         raw = await read_body(request, self._max_body_bytes, arrival.held)
         if len(raw) <= MAX_INLINE_BYTES:
             return self.make(parse_object(raw), *rest)
-        body = await self._in_turn(parse_object, raw)
+        body = await self.in_turn(parse_object, raw)
         await self._check_length(endpoint, body)
-        return await self._in_turn(self.make, body, *rest)
+        return await self.in_turn(self.make, body, *rest)
 
-    async def _in_turn(self, work: Callable[..., _Made], *given: Any) -> _Made:
+    async def in_turn(self, work: Callable[..., _Made], *given: Any) -> _Made:
         """Run in a thread, one at a time, then pause for as long, so that others get answers."""
         async with self._large:
             began_s = time.monotonic()
@@ -252,4 +276,5 @@ class CallReader:
             service_tier=tier,
             loop=loop,
             queue_ttl_s=ttl_s,
+            takes=quote_key(sent[_QUOTE_HEADER]) if _QUOTE_HEADER in sent else 0,
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sluice.protocol.messages import MAX_USES, QuotaUse
+from sluice.protocol.messages import MAX_HOLD_S, MAX_USES, QuotaUse
 from sluice.protocol.requests import ResponseHead, ResponseTail
 from sluice.router import wire
 from sluice.router.errors import ApiError, Reason, shown
@@ -118,6 +118,12 @@ class TenantLimits(BaseModel):
         le=3_600,
         description="Burst size of both rates: what the rate allows in this time, seconds, may be "
         "used at once after a pause.",
+    )
+    max_hold_ms: float = Field(
+        default=1_000.0,
+        ge=0,
+        le=1_000 * MAX_HOLD_S,
+        description="Longest time for which a quote of it reserves capacity, ms.",
     )
     max_prompt_tokens: PromptLimit = None
     max_output_tokens: OutputLimit = None

@@ -15,6 +15,7 @@ import numpy as np
 from sluice.scheduling.admission.base import (
     TRANSFER_STEPS,
     AdmissionPolicy,
+    Constraint,
     DecodeChoice,
     Promises,
     together,
@@ -35,6 +36,7 @@ from sluice.scheduling.fleet.rows import (
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.output_lengths import OutputLengths
+from sluice.scheduling.placement.quotes import VALID_S, Held, Offer, Prediction, Quote, Quotes
 from sluice.scheduling.placement.retry_after import RetryAfter
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import (
@@ -49,7 +51,7 @@ from sluice.scheduling.request.job import (
     Tier,
 )
 from sluice.scheduling.request.kernels import Floats, Ints, compiled, most_work_s
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import SLO, Times
 from sluice.scheduling.request.stages import later_of
 from sluice.scheduling.roles import WHOLE
 from sluice.scheduling.routing.base import RoutingPolicy
@@ -276,6 +278,33 @@ def _worth(asked: dict[int, Job], indexes: list[int]) -> float:
     return sum(asked[index].query.slo.priority for index in indexes)
 
 
+MAX_OFFER_TESTS: Final = 8
+"""Most objectives that are tested for an offer, each farther from the stated one."""
+
+OFFER_STEP: Final = 0.15
+"""By which share of the stated one an offered time grows at least from test to test."""
+
+
+def _farther(slo: SLO, promises: Promises, share: float) -> Times | None:
+    """Times farther off than those of ``slo`` by ``share`` at least, where the replica that could
+    promise it soonest is bound; ``None``: no other times help."""
+    place = int(promises.wait_s.argmin())
+    wait_s, binds = promises.wait_s.item(place), promises.binds[place]
+    ttft_s, tpot_s, e2e_s = slo.times_s
+    if binds == Constraint.SEQUENCES:
+        return None
+    if binds == Constraint.TPOT or (ttft_s is None and e2e_s is None):
+        if tpot_s is not None:
+            return ttft_s, tpot_s * (1.0 + share), e2e_s
+        return ttft_s, None, None if e2e_s is None else e2e_s * (1.0 + share)
+    first_s = min(slo.columns[0], slo.columns[2])
+    if wait_s == inf:
+        wait_s = max(0.0, promises.ttft_s.item(place) - first_s)
+    more_s = max(wait_s, share * first_s)
+    later = [None if each is None else each + more_s for each in (ttft_s, e2e_s)]
+    return later[0], tpot_s, later[1]
+
+
 MAX_AWAITED_S = 600.0
 """Longest time for which a reservation waits for another replica to compute the prompt, seconds."""
 
@@ -383,6 +412,8 @@ class Placer:
         """Fair shares of promised tokens between tenants."""
         self.returns = RetryAfter()
         """Retry times of refused requests."""
+        self.quotes = Quotes()
+        """What requests will take, by how those before them turned out, and offers."""
         self.explains = False
         """Whether inputs have ``waits_s``; a decision without a promise then takes longer."""
 
@@ -408,10 +439,16 @@ class Placer:
         best = [Planned(index, row) for index, row in sorted(rows.items())]
         return [*best, *(turn for turn in turns if turn.number not in rows)]
 
-    def place(self, query: RouteQuery, now_s: float, at: int | None = None) -> RouteDecision:
+    def place(
+        self, query: RouteQuery, now_s: float, at: int | None = None, taken: bool = False
+    ) -> RouteDecision:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which promises it
-        if it can (:meth:`order`)."""
+        if it can (:meth:`order`). ``taken``: what the query takes up has been looked up."""
         self.inputs = None
+        if self.quotes.ends_s <= now_s:
+            self._fleet.release(self.quotes.ended_by(now_s))
+        if query.takes and not taken:
+            return self._take(query, now_s)
         asked = self._asked(query, now_s, at)
         if isinstance(asked, RouteDecision):
             self.demand.arrived += asked.reason != DECLINED
@@ -430,6 +467,127 @@ class Placer:
         if not query.moves_from:  # or else it was counted where it was placed first
             self.demand.count(job, decision, self._fleet, second)
         return decision
+
+    def _take(self, query: RouteQuery, now_s: float) -> RouteDecision:
+        """Decide on a request that takes up a quote or an offer: where that was held, if it was."""
+        held = self.quotes.take(query.takes, query.tenant)
+        if held is None:
+            return self.place(query._replace(takes=0), now_s)
+        self._fleet.release(held.keys)
+        row = self._fleet.row_of.get(held.replica_id)
+        decision = self.place(query, now_s, row, taken=True)
+        if not held.keys:
+            promised = decision.tier is Tier.GUARANTEED
+            self.quotes.was_accepted(promised)
+            if promised:
+                self.returns.took_offer(query, self._lengths.of(query).mean)
+        return decision
+
+    def quote(self, query: RouteQuery, now_s: float, hold_s: float = 0.0) -> Quote:
+        """What :meth:`place` would decide now, and how long the request would take. Nothing is
+        counted or reserved, unless what a promise needs is held for ``hold_s`` under the query's
+        keys. Where the request would be refused, the nearest objective that could be promised."""
+        if self.quotes.ends_s <= now_s:
+            self._fleet.release(self.quotes.ended_by(now_s))
+        turn = self._routing.turn
+        # As of a cell beside others: it does not count as the start of a first replica.
+        asked = self._asked(query._replace(elsewhere=True), now_s)
+        if isinstance(asked, RouteDecision):
+            return Quote(RouteDecision(None, NO_REPLICA))
+        job, second, ttft_s = asked.job, asked.second, None
+        tier = Tier.BEST_EFFORT if self._admission is not None else None
+        if asked.wanted is not None:
+            tested = self._tested_near(asked, asked.wanted, None)
+            if len(tested.able):
+                able = tested.job.of(tested.able)
+                chosen = int(tested.able[self._choose(able, self._routing.choose_able)])
+                job, tier, ttft_s = tested.job, Tier.GUARANTEED, tested.promises.ttft_s.item(chosen)
+                if chosen in tested.apart:
+                    (job, _), chosen = tested.apart[chosen], 0
+            elif Tier.BEST_EFFORT not in query.tiers:
+                decision = RouteDecision(None, UNATTAINABLE, over_share=tested.over_share)
+                return Quote(decision, offer=self._offer(query, asked, tested))
+        if ttft_s is None:
+            chosen = self._choose(job, lambda job, _: int(self._ahead_s(job).argmin()))
+        self._routing.turn = turn
+        predicted = self._predicted(job, chosen, second, ttft_s)
+        name, row, split = self._fleet.ids[job.rows[chosen]], int(job.rows[chosen]), None
+        if second is not None and job.splits[chosen]:
+            row, split = second.row, name
+        ids, roles = self._fleet.ids, self._fleet.roles
+        decision = RouteDecision(ids[row], PLACED, tier, ttft_s, None, roles[row], split)
+        held = Held(query.tenant, now_s + hold_s, name, (query.key, query.prefill_key))
+        holds = hold_s > 0.0 and tier is Tier.GUARANTEED and self.quotes.hold(query.key, held)
+        if holds:
+            self._place(job, chosen, second, tier, ttft_s)
+            self.quotes.ended(query.request_id or query.key, None)
+        return Quote(decision, self.quotes.times_s(predicted), predicted.tokens, None, holds)
+
+    def _offer(self, query: RouteQuery, asked: _Asked, tested: _Tested) -> Offer | None:
+        """The nearest objective that could be promised, by a few tests of what binds the replica
+        that could promise it soonest: later, slower, or with an end-to-end time shorter. Beside
+        the offers that are expected to be taken up meanwhile, and later by a margin."""
+        if not self.returns.may_offer(query):
+            return None
+        stated, now_s, share = query.slo, asked.job.now_s, 1.0
+        slo, found = stated, tested
+        for _ in range(MAX_OFFER_TESTS):
+            farther = _farther(slo, found.promises, OFFER_STEP * share)
+            if farther is None:
+                return None
+            slo, share = stated.with_times(farther), 1.5 * share
+            found = self._as_offered(query._replace(slo=slo), now_s) or tested
+            if len(found.able):
+                break
+        else:
+            return None
+        fewer = 0
+        if stated.e2e_s is not None:
+            bound = self._lengths.of(query).bound
+            for part in (0.5, 0.25):
+                tokens = int(part * bound)
+                short = self._as_offered(query._replace(output_tokens=max(1, tokens)), now_s)
+                if tokens and short is not None and len(short.able):
+                    fewer = tokens
+                    break
+        ttft_s, tpot_s, e2e_s = slo.times_s
+        margin = self.quotes.margin
+        late_s, slow = margin * VALID_S, 1.0 + OFFER_STEP * min(margin, 1.0)
+        offered = (
+            None if ttft_s is None else ttft_s + late_s,
+            tpot_s if tpot_s is None or tpot_s == stated.tpot_s else tpot_s * slow,
+            None if e2e_s is None else e2e_s * slow + late_s,
+        )
+        held = Held(query.tenant, now_s + VALID_S, prompt_tokens=float(query.prompt_tokens))
+        return Offer(offered, fewer) if self.quotes.hold(query.key, held) else None
+
+    def _as_offered(self, query: RouteQuery, now_s: float) -> _Tested | None:
+        """What could be promised of a query that takes up an offer."""
+        asked = self._asked(query._replace(takes=query.key, elsewhere=True), now_s)
+        if isinstance(asked, RouteDecision) or asked.wanted is None:
+            return None
+        others = self.quotes.offered_tokens() / asked.among
+        return self._tested(asked.job._replace(reserve_tokens=others), asked, asked.wanted)
+
+    def _predicted(
+        self, job: Job, chosen: int, second: DecodeChoice | None, ttft_s: float | None
+    ) -> Prediction:
+        """What is predicted of a request on the job's replica number ``chosen``; ``ttft_s``: of
+        its first token, if that is promised."""
+        figures, row, query = self._fleet.figures, int(job.rows[chosen]), job.query
+        promised = ttft_s is not None
+        if ttft_s is None:
+            waiting_s = figures.item(row, PREFILL_S) + figures.item(row, BEST_EFFORT_S)
+            ttft_s = waiting_s + job.work_s.item(chosen) + job.lead_s.item(chosen)
+            ttft_s += figures.item(row, FIXED_S) + figures.item(row, DECODE_S)
+        if second is not None and job.splits[chosen]:
+            row = second.row
+        step_s = figures.item(row, FIXED_S) + figures.item(row, DECODE_S)
+        bound_s = job.due_s - job.now_s if promised else inf
+        return Prediction(
+            query.slo.service_class, promised, bound_s, job.waited_s, ttft_s, step_s,
+            job.output_tokens, job.now_s,
+        )  # fmt: skip
 
     def _asked(
         self, query: RouteQuery, now_s: float, at: int | None = None
@@ -483,7 +641,8 @@ class Placer:
         tokens = self._lengths.of(query).mean
         kv_transfer_s = None if second is None else second.kv_transfer_s
         job = job_of(fleet, query, rows, now_s, tokens, kv_transfer_s)
-        if wanted is not None:
+        # What takes up a quote or an offer came before the requests that are expected.
+        if wanted is not None and not query.takes:
             overtaking_s = self.demand.recent.overtaking_s(
                 now_s, job.work_s, job.due_s - now_s, job.priority
             )
@@ -530,15 +689,8 @@ class Placer:
     def _promise(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> RouteDecision:
         """Promise it on one of the job's replicas, if one can; on ``at`` if that can. Of many
         replicas the nearest are tested first, and the others only if none of these can."""
-        job, second, planned = asked.job, asked.second, asked.planned
-        # A replica that is to be tried must be found among all.
-        if at is None and not self._fleet.untried:
-            near = self._routing.nearest(job, self._fleet)
-            if near is not None:
-                job = job.of(near)
-        tested = self._tested(job, asked, admission)
-        if not len(tested.able) and job is not asked.job:
-            tested = self._tested(asked.job, asked, admission)
+        second, planned = asked.second, asked.planned
+        tested = self._tested_near(asked, admission, at)
         job, promises, apart = tested.job, tested.promises, tested.apart
         if not len(tested.able):
             waits_s = self.waits_s(tested, asked.stated, admission) if self.explains else None
@@ -568,6 +720,19 @@ class Placer:
                 replica_id = (placed.replica_id or "") if placed.prefill_id is None else ""
                 self._calibration.promised(name, asked.stated, planned, replica_id)
         return placed
+
+    def _tested_near(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> _Tested:
+        """What the nearest replicas can promise, or if none of them can, what all can."""
+        job = asked.job
+        # A replica that is to be tried must be found among all.
+        if at is None and not self._fleet.untried:
+            near = self._routing.nearest(job, self._fleet)
+            if near is not None:
+                job = job.of(near)
+        tested = self._tested(job, asked, admission)
+        if not len(tested.able) and job is not asked.job:
+            tested = self._tested(asked.job, asked, admission)
+        return tested
 
     def _tested(self, job: Job, asked: _Asked, admission: AdmissionPolicy) -> _Tested:
         """What the replicas of ``job`` can promise, beside what is kept for others."""
@@ -750,6 +915,9 @@ class Placer:
     ) -> RouteDecision:
         """Send it there, and then to ``second`` where it is split, and reserve at both."""
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
+        if job.now_s >= self.quotes.next_s and not query.moves_from:
+            name = query.request_id or query.key
+            self.quotes.predicted(name, self._predicted(job, chosen, second, ttft_s))
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         prefill_id: str | None = None
         if second is None or not job.splits[chosen]:

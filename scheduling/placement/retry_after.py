@@ -51,6 +51,9 @@ MIN_FACTOR, MAX_FACTOR = 0.1, 64.0
 MEMORY_S: Final = 10.0
 """Time constant of a tenant's rate of promised tokens, seconds: it forgets ``1 - 1/e`` in it."""
 
+OFFERED: Final = 0.1
+"""Part of a tenant's promised tokens that offers may take of what is expected to come."""
+
 SHOWING: Final = 0.05
 """How far one reservation moves the share of reservations that are used. The share starts at a
 half."""
@@ -105,6 +108,8 @@ class Line:
         self._counted_s = now_s
         # Tokens guaranteed recently, and the time that they cover; silence counts little.
         self._promised = self._busy_s = 0.0
+        # Of these tokens, those of requests that took up an offer.
+        self._offered = 0.0
 
     def kept_tokens(self, name: Hashable, now_s: float) -> float:
         """Prompt tokens for which a new request must leave capacity: the expected tokens of near
@@ -115,6 +120,14 @@ class Line:
         slots = (self._slots.get(slot) for slot in range(self._first, last + 1))
         return sum(slot.prompt_tokens for slot in slots if slot is not None) * self.showing
 
+    def may_offer(self) -> bool:
+        """Whether further requests may take up offers, which takes capacity of expected ones."""
+        return self._offered <= OFFERED * self._promised
+
+    def took_offer(self, tokens: float) -> None:
+        """Record that the request of ``tokens`` that was promised last had taken up an offer."""
+        self._offered += tokens
+
     def promised(self, name: Hashable, tokens: float, now_s: float) -> bool:
         """Record that a request of ``tokens`` was promised; return whether it had a
         reservation."""
@@ -122,6 +135,7 @@ class Line:
         passed_s = min(now_s - self._counted_s, _MAX_GAP_S)
         left = exp(-passed_s / MEMORY_S)
         self._promised = self._promised * left + tokens
+        self._offered = self._offered * left
         self._busy_s = self._busy_s * left + passed_s
         self._counted_s = now_s
         if place is not None:
@@ -213,6 +227,17 @@ class RetryAfter:
         line = used(self._lines, query.tenant, partial(Line, now_s), MAX_TENANTS)
         name = name_of(query) if line.places else None
         self.held += line.promised(name, query.prompt_tokens + output_tokens, now_s)
+
+    def took_offer(self, query: RouteQuery, output_tokens: float) -> None:
+        """Record that ``query``, which was promised last, had taken up an offer."""
+        line = self._lines.get(query.tenant)
+        if line is not None:
+            line.took_offer(query.prompt_tokens + output_tokens)
+
+    def may_offer(self, query: RouteQuery) -> bool:
+        """Whether an offer to ``query`` need not leave capacity for requests that are expected."""
+        line = self._lines.get(query.tenant)
+        return line is None or line.may_offer()
 
     def refused(
         self, query: RouteQuery, output_tokens: float, wait_s: float, now_s: float

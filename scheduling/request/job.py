@@ -75,7 +75,8 @@ class RouteQuery(NamedTuple):
         elsewhere: another cell can be asked: an impossible promise is declined, and nothing is
             counted.
         only: Serve's replicas, one of which must serve it; empty: any.
-        expected_tokens: of output, as the client expects; 0: it does not say."""
+        expected_tokens: of output, as the client expects; 0: it does not say.
+        takes: of the quote or the offer that it takes up (``placement.quotes``)."""
 
     key: Key
     slo: SLO
@@ -96,6 +97,7 @@ class RouteQuery(NamedTuple):
     elsewhere: bool = False
     only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)] = ()
     expected_tokens: Tokens = 0
+    takes: Key = 0
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:

@@ -43,6 +43,7 @@ from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import ReplicaFault
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import SLO, TokenClock
@@ -384,6 +385,9 @@ class FarController:
             return None
         choice = self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
         return choice if isinstance(choice, RouteDecision) else RouteDecision(choice, "test")
+
+    async def quote(self, query: RouteQuery, hold_s: float) -> Quote | None:
+        return None
 
     def release(self, key: int) -> None:
         self.released.append(key)

@@ -11,6 +11,7 @@ from sluice.controller.observability.metrics import samples_of
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.fleet.breaker import ReplicaFault
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from tests.controller.fleet import ObservedController, newer_push
 
@@ -33,6 +34,9 @@ class LocalController:
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         return (await self.controller.route([query])).decisions[0] if self.up else None
+
+    async def quote(self, query: RouteQuery, hold_s: float) -> Quote | None:
+        return await self.controller.quote(query, hold_s) if self.up else None
 
     def release(self, key: int) -> None:
         coroutine = self.controller.release([key])
