@@ -12,7 +12,7 @@ from rich.progress import track
 
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
-from sluice.benchmarks.live import agents, promises
+from sluice.benchmarks.live import agents, promises, quotes
 from sluice.benchmarks.live.gateway import gateway
 from sluice.benchmarks.live.gpu import gpu
 from sluice.benchmarks.live.peers import peers
@@ -120,7 +120,8 @@ def command_of(experiment: Experiment) -> click.Command:
     return command
 
 
+_REAL = {"promises": promises.with_real, "agents": agents.with_real, "quotes": quotes.with_real}
 for _experiment in EXPERIMENTS.values():
     bench.add_command(command_of(_experiment))
-for _name, _with_real in (("promises", promises.with_real), ("agents", agents.with_real)):
+for _name, _with_real in _REAL.items():
     _with_real(bench.commands[_name])

@@ -8,7 +8,7 @@ from sluice.benchmarks.experiments.grid import Experiment
 
 _MODULES = (
     *("default_policy", "proserve", "disaggregation", "fairbatching", "slos_serve", "annealing"),
-    *("flowprefill", "routers", "promises", "autoscaling"),
+    *("flowprefill", "routers", "promises", "quotes", "autoscaling"),
     *("agents", "simulator_speed"),
 )
 

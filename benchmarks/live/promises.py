@@ -96,7 +96,7 @@ def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     with campaign() as bench:
         for name in CONTROLLERS:
             with sluice("sluice", partial(make_config, name))(bench) as system:
-                capacities[name] = _capacity(bench, system, seconds, seeds[0])
+                capacities[name] = capacity_of(bench, system, REPLICAS, seconds, seeds[0])
                 bench.say(f"{name}: capacity {capacities[name]:.2f} requests/s")
                 # Quiet ones first: what is learned on a busy machine persists for a while.
                 for machine, seed, load in product((QUIET, BUSY), seeds, LOADS):
@@ -123,13 +123,13 @@ def _fresh(url: str) -> float:
     return 0.0
 
 
-def _capacity(bench: Bench, system: System, seconds: float, seed: int) -> float:
+def capacity_of(bench: Bench, system: System, replicas: int, seconds: float, seed: int) -> float:
     """Requests a second without objectives, once all replicas report to the controller."""
     (url,) = system.urls
-    if not until(lambda: _fresh(url) >= REPLICAS, _STARTED_S, bench.stop):
-        raise LeftOutError(f"{REPLICAS} replicas have not started")
+    if not until(lambda: _fresh(url) >= replicas, _STARTED_S, bench.stop):
+        raise LeftOutError(f"{replicas} replicas have not started")
     drawn = (each._replace(slo=SLOS[NO_OBJECTIVE]) for each in PATTERN.drawn(seed))
-    load = body_of("capacity"), IN_FLIGHT * REPLICAS, WARM_UP_S, seconds
+    load = body_of("capacity"), IN_FLIGHT * replicas, WARM_UP_S, seconds
     return capacity(bench, system, drawn, *load)
 
 

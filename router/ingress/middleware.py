@@ -201,8 +201,8 @@ class IngressMiddleware:
     read.
 
     Refusals are spaced out; those without a valid key have a separate rate, so that they do not
-    delay others. A path may end with a slash. ``serve`` and ``quote``: answer inference and quotes, past the
-    application's routes and their wrappers, which take as long as reading the request."""
+    delay others. A path may end with a slash. ``serve`` and ``quote``: answer inference and quotes,
+    past the application's routes and their wrappers, which take as long as reading the request."""
 
     def __init__(
         self,
