@@ -17,6 +17,7 @@ from sluice.benchmarks.live.gateway import gateway
 from sluice.benchmarks.live.gpu import gpu
 from sluice.benchmarks.live.peers import peers
 from sluice.benchmarks.live.usage import usage
+from sluice.benchmarks.micro.causes import causes
 from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.micro.replay import replay
@@ -46,13 +47,13 @@ def list_experiments() -> None:
       sluice bench list
     """
     rows = [(each.name, each.source, each.question) for each in EXPERIMENTS.values()]
-    rows += [(each.name or "", "", each.get_short_help_str(100)) for each in (replay, walk)]
+    rows += [(each.name or "", "", each.get_short_help_str(100)) for each in (replay, causes, walk)]
     print_list(("command", "source", "question"), rows)
 
 
-for _command in (planning, decision, replay, walk, gateway, peers, gpu, usage):
+for _command in (planning, decision, replay, causes, walk, gateway, peers, gpu, usage):
     bench.add_command(_command)
-replay.hidden = walk.hidden = True
+replay.hidden = causes.hidden = walk.hidden = True
 
 
 def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Report:
