@@ -155,7 +155,9 @@ class Dispatcher:
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
-        answer.decided = decision
+        if decision is not None:
+            answer.decided = decision
+            answer.waits.asked_s = answer.waits.decided_s = self.clock()
         try:
             attempt = await self._next(answer)
         except BaseException as error:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 from click.testing import CliRunner
 
+from sluice.benchmarks.micro.causes import INJECTED, confusion
 from sluice.benchmarks.micro.decision import Inside, contenders
 from sluice.benchmarks.micro.decision_fleet import CHANGED, QUEUED, FleetMessages, figures
 from sluice.benchmarks.micro.walk import PACKAGES, Walk, walked
@@ -116,6 +117,12 @@ def test_figures_are_quantiles_in_milliseconds_and_a_rate() -> None:
     assert 1.0 < found["p99_ms"] < 3.0
     assert found["per_second"] == round(100 / 0.102)
     assert figures([1_000_000] * 10, elapsed_s=2.0)["per_second"] == 5
+
+
+def test_delays_are_blamed_on_what_was_injected_and_parts_sum_to_the_lateness() -> None:
+    rows = confusion(2)
+    assert [(row["injected"], row["right"]) for row in rows] == [(each, 1.0) for each in INJECTED]
+    assert max(row["off_ms"] for row in rows) < 1
 
 
 def test_a_walk_counts_calls_files_moves_and_returns() -> None:

@@ -22,6 +22,7 @@ from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
 from sluice.scheduling.fleet.breaker import FAILURES, ReplicaFault
 from sluice.scheduling.request.job import RouteQuery, Tier
+from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import SLO, TokenClock
 from tests.controller.fleet import decode_row, delta, hello, waiting_row
 from tests.router.browser import Browser, Tab, browser
@@ -41,6 +42,7 @@ CLASSES = {
     "standard": SLO(2.0, 0.1, priority=2, service_class="standard"),
     "batch": SLO(service_class="batch"),
 }
+STALLED = ((Cause.ENGINE_STALL, 9.0), (Cause.DECODES, 1.2))
 PATIENT = ControllerConfig(stale_after_s=6_000)
 """Replicas that say hello once count as alive."""
 
@@ -134,7 +136,7 @@ class Site:
         for key, ending in {
             12: served,
             11: served,
-            9: served._replace(missed=("tpot", "e2e"), tpot_s=0.31),
+            9: served._replace(missed=("tpot", "e2e"), tpot_s=0.31, late=STALLED),
             6: served._replace(outcome="cancelled"),
             3: served._replace(outcome="failed", error="stream_broken"),
             50: RequestEnding("", "refused", (), 0, None, None, 0.002, "slo_unattainable"),
@@ -153,7 +155,8 @@ class Site:
         figures = RequestFigures.of(clock, Outcome.OK, first_s + 0.1)
         metrics.ended(Call("", "chat", {"model": "m"}, slo, PromptSize(), 0.0), figures)
         if slo.stated:
-            metrics.admission.ended(figures, 0.2, failed=False)
+            late = {"ttft": {Cause.ENGINE_STALL: 1.0}}
+            metrics.admission.ended(figures._replace(late=late), 0.2, failed=False)
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +222,7 @@ def test_the_fleet_is_shown(
         # What it says first: a tenth of the promises is late, and each figure has the same base.
         kept = sum(row["promises"]["kept"] for row in site.do(fleet_of(site))["classes"])
         assert tab.text("#verdict") == "Promises are missed:"
+        assert "engine stalled" in tab.text("#causes")
         assert f"{400 - kept:.0f} of 400" in tab.text("#sentence")
         assert "91.0 %" in tab.text("#tiles > :nth-child(1)") and "99.0 %" in tab.text("#tiles")
         assert "2 of 3" in tab.text("#tiles") or "3 of 3" in tab.text("#tiles")
@@ -272,7 +276,7 @@ def test_a_decision_tells_how_its_request_ended(tab: Tab, site: Site) -> None:
 
     assert "promised" in row(12) and "210 ms kept" in row(12)
     assert "best effort no objective stated" in row(11) and row(11).endswith("210 ms")
-    assert "not ended yet" in row(10) and "missed TPOT, end to end" in row(9)
+    assert "not ended yet" in row(10) and "missed TPOT, end to end: engine stalled" in row(9)
     assert "client left after 1.0 s" in row(6) and "failed: stream_broken" in row(3)
     assert "refused TTFT out of reach" in row(50) and "refused: slo_unattainable" in row(50)
     # It ends while somebody reads of it.

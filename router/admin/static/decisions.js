@@ -2,6 +2,7 @@
 
 import { ago, by, count, make, ms, NONE } from "./figures.js";
 import { named } from "./fleet.js";
+import { CAUSES } from "./promises.js";
 
 // Decisions never change, but for their age and how their request ended; one that was asked again is
 // a new one.
@@ -65,7 +66,10 @@ const NAMES = { ttft: "TTFT", tpot: "TPOT", e2e: "end to end" };
 /** Whether the response kept what was promised, or met what was stated. */
 function verdict({ ended, tier }) {
   if (ended.attained === null) return ["", ""];
-  if (!ended.attained) return [`missed ${ended.missed.map((name) => NAMES[name]).join(", ")}`, ".bad"];
+  if (!ended.attained) {
+    const why = ended.cause ? `: ${CAUSES[ended.cause] ?? ended.cause}` : "";
+    return [`missed ${ended.missed.map((name) => NAMES[name]).join(", ")}${why}`, ".bad"];
+  }
   return [tier === "guaranteed" ? "kept" : "met", ".good"];
 }
 
@@ -176,6 +180,7 @@ function observed({ ended }) {
     ["Observed TPOT", ms(ended.tpot_ms)],
     ["End to end", ms(ended.e2e_ms)],
     ["Generated", `${count(ended.tokens)} tokens`],
+    ...Object.entries(ended.late_ms).map(([cause, late]) => [`Late by: ${CAUSES[cause] ?? cause}`, ms(late)]),
   ];
 }
 

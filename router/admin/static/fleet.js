@@ -2,7 +2,7 @@
 
 import { chart, sparkline } from "./chart.js";
 import { by, count, make, ms, NONE, rate, ratio, share, sum, tone } from "./figures.js";
-import { showPromises } from "./promises.js";
+import { showCauses, showPromises } from "./promises.js";
 import { showReplicas } from "./replicas.js";
 
 const FEW = 3; // requests of which a share says nothing
@@ -27,6 +27,7 @@ export function showFleet(fleet, change) {
   showTiles(up, fleet, windowMs);
   showCharts(up);
   showClasses(fleet, windowMs);
+  showCauses(fleet.classes);
   showPromises(up, manyModels);
   showReplicas(fleet.replicas, promisesOf(up), manyModels, change);
 }

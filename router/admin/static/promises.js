@@ -5,6 +5,37 @@ import { by, count, draw, make, pairs, share } from "./figures.js";
 const SIZE = 100;
 const NAMES = { ttft: "TTFT", tpot: "TPOT", e2e: "end to end" };
 
+export const CAUSES = {
+  edge: "router and replica, before the engine",
+  decision: "the controller's answer",
+  admission_queue: "admission queue",
+  prefills: "others' prefills",
+  own_prefill: "own prefill, longer than predicted",
+  decodes: "decodes",
+  kv_memory: "KV memory",
+  kv_transfer: "KV transfer",
+  engine_stall: "engine stalled",
+  failure: "failure",
+  replica_start: "start of a replica",
+  way_back: "way to the client",
+  unknown: "unknown: the client left",
+};
+
+/** What most of the lateness of missed promises went to, the most frequent first. */
+export function showCauses(classes) {
+  const found = new Map();
+  for (const [cause, missed] of classes.flatMap((row) => Object.entries(row.causes))) {
+    found.set(cause, (found.get(cause) ?? 0) + missed);
+  }
+  const rows = [...found].sort((a, b) => b[1] - a[1]);
+  by("causes").hidden = !rows.length;
+  const bar = (missed) => make("meter", { min: 0, max: rows[0][1], value: missed, "aria-hidden": "true" });
+  by("causes").replaceChildren(
+    make("figcaption", {}, "Missed objectives of promises, by cause"),
+    pairs(rows.map(([cause, missed]) => [CAUSES[cause] ?? cause, make("span", {}, bar(missed), ` ${count(missed)}`)])),
+  );
+}
+
 /** Show them for each model with ended promises; `manyModels`: each below its name. */
 export function showPromises(up, manyModels) {
   const shown = up.filter(([, { calibration }]) => calibration.promised || calibration.reliability.count || calibration.loops.ended);
