@@ -51,7 +51,7 @@ def list_experiments() -> None:
     print_list(("command", "source", "question"), rows)
 
 
-for _command in (planning, decision, replay, causes, walk, gateway, peers, gpu, usage):
+for _command in (planning, decision, replay, causes, walk, gateway, peers, gpu, usage, batch):
     bench.add_command(_command)
 replay.hidden = causes.hidden = walk.hidden = True
 

@@ -69,6 +69,7 @@ from sluice.scheduling.placement.loops import LoopPart, LoopPromises, LoopTurn, 
 from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import MAX_TOGETHER, Placer
 from sluice.scheduling.placement.quotes import Quote
+from sluice.scheduling.placement.windows import Leftover, SpareTime, line_s
 from sluice.scheduling.request.job import (
     DECLINED,
     INVALID_QUERY,
@@ -175,6 +176,7 @@ class Controller:
         self._classes = RequestClasses()
         self._quotas = Quotas()
         self._loops = LoopPromises(config.promise_level)
+        self._spare = SpareTime(config.promise_level)
         window_s = admission.window_s if admission is not None else 0.0
         self._server = RouteServer(self._route, self._read_report, clock, window_s)
         self._readings = Readings(
@@ -321,6 +323,8 @@ class Controller:
             has_cells = self._config.cells > 1
             missing = late_of(waits, self._mirror, self._fleet, now_s, has_cells)
         self._readings.note_load(now_s)
+        if now_s >= self._spare.due_s:
+            self._spare.note(self._placer.demand.load(self._fleet, now_s))
         quarantined, slack_s = self._quarantine.names, self._slack_s(now_s)
         left = leaving(self._mirror, self._fleet)
         return SyncReply(self._closed(), quarantined, missing, slack_s, left)
@@ -330,6 +334,20 @@ class Controller:
         count. The observer adds that. ``O(replicas)``."""
         now_s = self._look()
         return self._placer.demand.load(self._fleet, now_s, role=role)
+
+    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        """What promised requests leave for batches, and what a line like ``query`` takes of it
+        beside others of ``in_flight``; ``None``: nothing is known yet. Raises ValueError:
+        malformed."""
+        with self._counters.refusals():
+            query = checked_query(query)
+            in_flight = checked("in_flight", in_flight, Key)
+        now_s, spare = self._look(), self._spare.within()
+        if spare is None:
+            return None
+        tokens = self._lengths.of(query).mean
+        line = line_s(self._fleet, now_s, float(query.prompt_tokens), tokens, in_flight)
+        return Leftover(line, spare)
 
     async def figures(self) -> Figures:
         """The numbers of its metrics, for the observer. ``O(replicas)``."""

@@ -36,6 +36,7 @@ from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.cells import CellChoice, cell_of
 from sluice.scheduling.placement.loops import LoopPart, LoopTurn, LoopTurnEnd
 from sluice.scheduling.placement.quotes import Quote
+from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.roles import Role
 
@@ -193,6 +194,17 @@ class ControllerClient:
         part: LoopPart | None
         part = await self._first.calls.answer("loop_turn", turn, timeout_s=LOOP_TIMEOUT_S)
         return part
+
+    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        """What promised requests leave for batches with lines like ``query``, over all cells.
+        ``None``: not known yet, or no answer. Raises ValueError: the controller refused it."""
+        parts = await asyncio.gather(
+            *(
+                cell.calls.answer("leftover", query, in_flight, timeout_s=SCRAPE_TIMEOUT_S)
+                for cell in self._of.values()
+            )
+        )
+        return Leftover.of([part for part in parts if part is not None])
 
     def loop_ended(self, ended: LoopTurnEnd) -> None:
         """A turn of a tool loop ended. Sent and bounded like an ending (:meth:`ended`)."""

@@ -35,7 +35,7 @@ HOUR_S = 3_600
 DAY_S = 24 * HOUR_S
 
 _BUCKET = re.compile(r"(?:s3|gs)://[^/?#@]+(?:/[^?#]*)?")
-_WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
+_WINDOW = re.compile(r"([1-9][0-9]{0,3})([mhd])")
 
 
 class BatchesConfig(BaseModel):
@@ -57,13 +57,15 @@ class BatchesConfig(BaseModel):
     )
     service_class: str = Field(
         default="batch",
-        description="Class of a line that names none. Must be one of router.classes.",
+        description="Class of a line that names none. Must be one of router.classes. With its "
+        "`when_unattainable` other than `best_effort`, a batch whose completion window cannot be "
+        "promised is refused.",
     )
     completion_windows: tuple[str, ...] = Field(
         default=("24h",),
         min_length=1,
         max_length=16,
-        description="Values of `completion_window` that are accepted, such as `24h` or `7d`.",
+        description="Accepted values of `completion_window`, such as `30m`, `24h` or `7d`.",
     )
     max_bytes_per_key: int = Field(
         default=10 << 30,
@@ -125,7 +127,7 @@ class BatchesConfig(BaseModel):
     def _check_windows(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         bad = [window for window in value if not _WINDOW.fullmatch(window)]
         if bad:
-            raise ValueError(f"completion_windows must look like 24h or 7d, got {bad}")
+            raise ValueError(f"completion_windows must look like 30m, 24h or 7d, got {bad}")
         return value
 
 
@@ -133,7 +135,7 @@ def window_s(window: str) -> int:
     """Seconds of a completion window that the configuration accepts."""
     found = _WINDOW.fullmatch(window)
     assert found is not None
-    return int(found[1]) * (HOUR_S if found[2] == "h" else DAY_S)
+    return int(found[1]) * {"m": 60, "h": HOUR_S, "d": DAY_S}[found[2]]
 
 
 # Configuration of access to the admin API and the live page.

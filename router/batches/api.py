@@ -27,6 +27,7 @@ from sluice.router.batches.state import (
     file_not_found,
 )
 from sluice.router.batches.store import Store
+from sluice.router.batches.windows import Windows
 from sluice.router.config import DAY_S, HOUR_S, RouterConfig, window_s
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.models import ModelRegistry
@@ -363,13 +364,16 @@ def batch_routes(
     if config.batches.directory is None:
         return _routes_when_off()
     batch_metrics = BatchMetrics(fleets.edge.registry)
+    service_class, in_flight = config.batches.service_class, config.batches.max_lines_in_flight
     resources = Resources(
         config=config.batches,
         max_line_bytes=config.max_body_bytes,
         store=Store(config.batches, config.batches.directory, now),
         caller=LineCaller(config, fleets, limiter, batch_metrics, telemetry=telemetry),
-        places=LinePlaces(config.batches.max_lines_in_flight),
+        places=LinePlaces(in_flight),
         metrics=batch_metrics,
+        windows=Windows(fleets, service_class, in_flight),
+        promises_only=config.classes[service_class].when_unattainable != "best_effort",
         now=now,
     )
     runner = Runner(resources, clients.holder, fleets.clock)

@@ -9,6 +9,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
@@ -28,7 +29,7 @@ from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, noted
 from sluice.router.request.body import parse_object
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
 from sluice.router.request.loop import FIELD as LOOP_FIELD
-from sluice.router.request.prompt import output_to_expect
+from sluice.router.request.prompt import PromptSize, measure, output_limit, output_to_expect
 from sluice.router.tenancy.limits import Client, RateLimiter
 from sluice.scheduling.request.objective import clock_of
 from sluice.telemetry.logs import of_request
@@ -80,6 +81,15 @@ class LineOutcome(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class WindowOutcome(enum.StrEnum):
+    """What became of a completion window."""
+
+    PROMISED = "promised"
+    REFUSED = "refused"
+    KEPT = "kept"
+    MISSED = "missed"
+
+
 class BatchMetrics:
     """The counts of one router; their sum over the routers is that of the application."""
 
@@ -100,7 +110,19 @@ class BatchMetrics:
             "Failed runs of batches, which are retried later; the log has the cause.",
             registry=registry,
         )
+        self._promised = Counter(
+            "sluice_batches_promised",
+            "Completion windows of batches by what became of them: promised, refused, or of those "
+            "that were promised and have ended kept or missed.",
+            ["outcome"],
+            registry=registry,
+        )
         self.running = Gauge("sluice_batches_running", "Running batches.", registry=registry)
+        self.behind = Gauge(
+            "sluice_batches_behind",
+            "Running batches that will miss their promised windows unless they get more.",
+            registry=registry,
+        )
         self.in_flight = Gauge(
             "sluice_batch_lines_in_flight", "Lines in flight.", registry=registry
         )
@@ -108,6 +130,10 @@ class BatchMetrics:
     def ended(self, status: Status) -> None:
         """Count a batch."""
         self._ended.labels(status.value).inc()
+
+    def window(self, outcome: WindowOutcome) -> None:
+        """Count a completion window."""
+        self._promised.labels(outcome.value).inc()
 
     def line(self, outcome: LineOutcome, count: int = 1) -> None:
         """Count lines."""
@@ -132,11 +158,35 @@ class BatchRequest(NamedTuple):
     size: int
 
 
+class Lines(NamedTuple):
+    """Requests that name one model: their number, and sums of their prompts and of the most that
+    they may generate, which is 0 if one has no limit."""
+
+    count: int = 0
+    characters: int = 0
+    tokens: int = 0
+    most_tokens: int = 0
+
+    def more(self, endpoint: Endpoint, body: dict[str, Any]) -> Lines:
+        """With one more. Its body is not checked: one that is not valid adds only itself."""
+        size, most = PromptSize(), 0
+        with suppress(Exception):
+            size, most = measure(endpoint, body), output_limit(endpoint, body)
+        unlimited = self.count and not self.most_tokens
+        return Lines(
+            self.count + 1,
+            self.characters + size.characters,
+            self.tokens + size.tokens,
+            self.most_tokens + most if most and not unlimited else 0,
+        )
+
+
 class Checked(NamedTuple):
-    """Result of a check: the number of requests, and their faults."""
+    """Result of a check: the number of requests, their faults, and what each model is to do."""
 
     total: int
     faults: tuple[LineFault, ...]
+    lines: Mapping[str | None, Lines] = MappingProxyType({})
 
 
 class LineError(ValueError):
@@ -153,6 +203,7 @@ def check_lines(file: BinaryIO, url: str, max_line_bytes: int) -> Checked:
     the ids are kept in memory."""
     faults: list[LineFault] = []
     seen: set[str] = set()
+    lines: dict[str | None, Lines] = {}
     total = 0
     for number, raw in _numbered(file, max_line_bytes):
         total += 1
@@ -173,6 +224,9 @@ def check_lines(file: BinaryIO, url: str, max_line_bytes: int) -> Checked:
                     "custom_id",
                 )
             seen.add(line.custom_id)
+            model = line.body.get("model")
+            if model is None or isinstance(model, str):
+                lines[model] = lines.get(model, Lines()).more(INFERENCE_PATHS[url], line.body)
         except LineError as error:
             faults.append(
                 LineFault(code=error.code, message=str(error), line=number, param=error.param)
@@ -181,7 +235,7 @@ def check_lines(file: BinaryIO, url: str, max_line_bytes: int) -> Checked:
                 break
     if total == 0:
         faults.append(LineFault(code="empty_file", message="The file holds no requests."))
-    return Checked(total, tuple(faults))
+    return Checked(total, tuple(faults), lines)
 
 
 def parse_line(number: int, raw: bytes, url: str, max_bytes: int) -> BatchRequest:
@@ -272,7 +326,8 @@ class Admitted(NamedTuple):
 
 
 class LineCaller:
-    """Runs lines as best-effort calls. One per router process."""
+    """Runs lines as best-effort calls, or by an objective where they have to hurry. One per router
+    process."""
 
     def __init__(
         self,
@@ -320,21 +375,30 @@ class LineCaller:
                 wait_s = max(SHORTEST_PAUSE_S, refusal.retry_after_s or 0.0)
                 await self._pause(min(wait_s, LONGEST_PAUSE_S))
 
-    async def run(self, admitted: Admitted) -> Reply:
-        """The reply to a line, which may be an error. Waits while there is no capacity for it."""
+    async def run(
+        self, admitted: Admitted, hurry_s: Callable[[], float | None] = lambda: None
+    ) -> Reply:
+        """The reply to a line, which may be an error. Waits while there is no capacity for it.
+        ``hurry_s``: in which time it should end, seconds, if its batch is behind."""
         try:
-            return await self._run(admitted)
+            return await self._run(admitted, hurry_s)
         finally:
             admitted.drop()
 
-    async def _run(self, admitted: Admitted) -> Reply:
+    async def _run(self, admitted: Admitted, hurry_s: Callable[[], float | None]) -> Reply:
         failures = waits = 0
+        promised = False
         while True:
             arrival = self._arrival(admitted.client(), admitted.line)
+            e2e_s = None if promised else hurry_s()
             with of_request(arrival.request_id):
-                reply = await self._attempt(admitted, arrival)
+                reply = await self._attempt(admitted, arrival, e2e_s)
             if reply.final or (reply.status < 500 and not reply.no_room):
                 return reply
+            # What cannot be promised now is best effort at once.
+            promised = reply.no_room and e2e_s is not None
+            if promised:
+                continue
             if reply.no_room:
                 self._batch_metrics.waits.inc()
                 waits += 1
@@ -349,7 +413,7 @@ class LineCaller:
         theirs = noted(line.custom_id)
         return Arrival(uuid.uuid4().hex, self._fleets.clock(), client, client_request_id=theirs)
 
-    async def _attempt(self, admitted: Admitted, arrival: Arrival) -> Reply:
+    async def _attempt(self, admitted: Admitted, arrival: Arrival, e2e_s: float | None) -> Reply:
         call, fleet = admitted.call, admitted.fleet
         try:
             if call.client == arrival.client:
@@ -358,6 +422,9 @@ class LineCaller:
                 charge = call.charge
                 call, fleet = await self._call(admitted.line, call.endpoint, arrival)
                 call = replace(call, charge=charge)
+            if e2e_s is not None:
+                slo = call.slo.with_times((None, None, e2e_s))
+                call = replace(call, slo=slo, best_effort=False)
             span = self._telemetry.begin(arrival, call.endpoint, ())
             return await self._serve(replace(call, span=span), fleet)
         except Exception as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import insort
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -18,15 +19,26 @@ from sluice.router.batches.lines import (
     BatchRequest,
     LineCaller,
     LineOutcome,
+    Lines,
     Reply,
+    WindowOutcome,
     answered,
     check_lines,
     not_run,
     slices,
 )
-from sluice.router.batches.state import BatchLostError, BatchRecord, BatchState, Result, Status
+from sluice.router.batches.state import (
+    BatchLostError,
+    BatchRecord,
+    BatchState,
+    LineFault,
+    Result,
+    Status,
+)
 from sluice.router.batches.store import Store
-from sluice.router.config import BatchesConfig
+from sluice.router.batches.windows import Windows, refused
+from sluice.router.config import HOUR_S, BatchesConfig
+from sluice.router.request.arrival import INFERENCE_PATHS
 from sluice.router.tenancy.limits import ANYONE, Client
 
 # Runs one batch, from the check of its input to its result files, in the router that claimed it.
@@ -41,10 +53,12 @@ from sluice.router.tenancy.limits import ANYONE, Client
 class _Waiting(NamedTuple):
     client: Callable[[], Client]
     granted: asyncio.Future[str]
+    due_s: float
 
 
 class LinePlaces:
-    """Slots for lines, in order of request. A client holds no more than it may have requests in
+    """Slots for lines, those of promised batches by deadline, then in order of request. A client
+    holds no more than it may have requests in
     flight, and the lines of others behind it do not wait for it."""
 
     def __init__(self, count: int) -> None:
@@ -52,10 +66,11 @@ class LinePlaces:
         self._of: Counter[str] = Counter()
         self._waiting: list[_Waiting] = []
 
-    async def take(self, client: Callable[[], Client]) -> Callable[[], None]:
-        """Wait for a slot, and return what releases it, to be called once."""
-        waiting = _Waiting(client, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+    async def take(self, client: Callable[[], Client], due_s: float = inf) -> Callable[[], None]:
+        """Wait for a slot, and return what releases it, to be called once. ``due_s``: when its
+        batch was promised."""
+        waiting = _Waiting(client, asyncio.get_running_loop().create_future(), due_s)
+        insort(self._waiting, waiting, key=lambda each: each.due_s)
         self._hand_out()
         try:
             owner = await waiting.granted
@@ -91,6 +106,7 @@ class LinePlaces:
 
 
 POLL_S = 2.0  # interval at which a router looks for batches that no router runs, seconds
+MIN_HURRY_S = 1.0  # shortest objective of a line whose batch is behind, seconds
 SPACE_S = 1.0  # interval at which a batch checks whether there is space for its results, seconds
 
 
@@ -100,7 +116,8 @@ _CANCELLED = "The batch was cancelled before this request had been run."
 
 @dataclass(frozen=True)
 class Resources:
-    """What all batches of a router share. ``now`` gives Unix seconds."""
+    """What all batches of a router share. ``now`` gives Unix seconds; ``promises_only``: a batch
+    whose window cannot be promised is refused."""
 
     config: BatchesConfig
     max_line_bytes: int
@@ -108,6 +125,8 @@ class Resources:
     caller: LineCaller
     places: LinePlaces
     metrics: BatchMetrics
+    windows: Windows
+    promises_only: bool
     now: Callable[[], float]
 
 
@@ -127,10 +146,19 @@ class BatchRun:
         self._had_space_s = -inf
         self.look(record, client)
 
+    async def mark(self, behind: bool) -> None:
+        """Note whether it is behind the promise of its window: then its lines hurry."""
+        if behind != self._record.behind:
+            self._record = self._record.model_copy(update={"behind": behind})
+            self._resources.metrics.behind.inc(1 if behind else -1)
+            with suppress(BatchLostError):  # it has just ended
+                await self._store.ask(BatchState.save, self._record)
+
     def look(self, record: BatchRecord, client: Client | None) -> None:
         """Update cancellation, expiry, and the limits for lines sent from now on. ``client`` is
         ``None`` if its key was removed; then the caller must stop the run."""
         self._client = client or self._client
+        self._rest = record.rest
         if record.cancelling and not self._record.cancelling:
             reached_s = {**self._record.reached_s}
             reached_s[Status.CANCELLING] = record.reached_s[Status.CANCELLING]
@@ -142,6 +170,7 @@ class BatchRun:
         """Run it to its end. If it raises, no written result is lost, and it can be run again."""
         try:
             self._resources.metrics.running.inc()
+            self._resources.metrics.behind.inc(self._record.behind)
             if self._record.status is Status.VALIDATING and not await self._check():
                 return
             self._answered = await self._store.ask(BatchState.answered, self._record.id)
@@ -152,6 +181,7 @@ class BatchRun:
             _log.warning("stopped running a batch: %s", error)
         finally:
             self._resources.metrics.running.dec()
+            self._resources.metrics.behind.dec(self._record.behind)
             await self._store.ask(BatchState.release, self._record.id)
 
     async def _check(self) -> bool:
@@ -164,12 +194,37 @@ class BatchRun:
                 max_line_bytes=self._resources.max_line_bytes,
             ),
         )
-        if not checked.faults:
-            await self._move(Status.IN_PROGRESS, total=checked.total)
+        faults = checked.faults or await self._promise(checked.lines, checked.total)
+        if not faults:
             return True
-        await self._store.ask(BatchState.end, self._at(Status.FAILED, faults=checked.faults), [])
+        await self._store.ask(BatchState.end, self._at(Status.FAILED, faults=faults), [])
         self._resources.metrics.ended(Status.FAILED)
         return False
+
+    async def _promise(
+        self, lines: Mapping[str | None, Lines], total: int
+    ) -> tuple[LineFault, ...]:
+        """Begin, with a promise of the window if that is possible; why not, if it is required."""
+        resources, now = self._resources, self._resources.now
+        endpoint = INFERENCE_PATHS[self._record.endpoint]
+        while True:
+            need = await resources.windows.need(lines, endpoint, self._client)
+            if need is not None or not resources.promises_only or self._ending.is_set():
+                break
+            await asyncio.sleep(POLL_S)  # the controller has just started
+        if need is not None and need.work_s:
+            begun = self._at(Status.IN_PROGRESS, total=total, work_s=dict(need.work_s))
+            test = partial(need.nearest_s, now_s=now())
+            nearest_s = await self._store.ask(BatchState.promise, begun, test)
+            if nearest_s <= begun.expires_s - now():
+                self._record = begun
+                resources.metrics.window(WindowOutcome.PROMISED)
+                return ()
+            resources.metrics.window(WindowOutcome.REFUSED)
+            if resources.promises_only:
+                return (refused(self._record, nearest_s),)
+        await self._move(Status.IN_PROGRESS, total=total)
+        return ()
 
     async def _answer(self) -> None:
         work = asyncio.create_task(self._run_lines())
@@ -203,7 +258,8 @@ class BatchRun:
             await self._keep(answered(line, admitted))
             return
         try:
-            give_back = await self._resources.places.take(admitted.client)
+            due_s = self._record.expires_s if self._record.work_s else inf
+            give_back = await self._resources.places.take(admitted.client, due_s)
         except BaseException:
             admitted.drop()
             raise
@@ -222,8 +278,18 @@ class BatchRun:
 
     async def _run_line(self, admitted: Admitted) -> None:
         with self._resources.metrics.in_flight.track_inprogress():
-            reply = await self._resources.caller.run(admitted)
+            reply = await self._resources.caller.run(admitted, self._hurry_s)
         await self._keep(answered(admitted.line, reply))
+
+    def _hurry_s(self) -> float | None:
+        """In which time a line should end, seconds, while the batch is behind: as many lines are in
+        flight as may be, and the rest is to be answered in the time that is left (Little's law)."""
+        if not self._record.behind:
+            return None
+        left_s = max(MIN_HURRY_S, self._record.expires_s - self._resources.now())
+        lines = max(1.0, self._rest * self._record.total)
+        part_s = left_s * min(1.0, self._resources.config.max_lines_in_flight / lines)
+        return min(max(MIN_HURRY_S, part_s), HOUR_S)
 
     async def _keep(self, result: Result) -> None:
         """Write a result. Results that end while others are written are written together."""
@@ -272,6 +338,9 @@ class BatchRun:
         await self._store.delete_unused(record.input_file_id)
         self._resources.metrics.line(outcome, missing)
         self._resources.metrics.ended(status)
+        if record.work_s and not record.cancelling:
+            kept = WindowOutcome.MISSED if record.cut_short else WindowOutcome.KEPT
+            self._resources.metrics.window(kept)
         _log.info("batch %s ended: %s", record.id, status.value)
 
     async def _fill(self, code: str, message: str) -> None:
@@ -369,7 +438,11 @@ class Runner:
             self._swept_s = self._clock()
             await resources.store.sweep()
         waiting = []
-        for record in await resources.store.ask(BatchState.unfinished):
+        unfinished = await resources.store.ask(BatchState.unfinished)
+        behind = await resources.windows.behind(unfinished, resources.now())
+        for record in unfinished:
+            if record.id in self._runs:
+                await self._runs[record.id].run.mark(record.id in behind)
             if record.id in self._runs:
                 self._look_after(self._runs[record.id], record)
             else:
@@ -390,18 +463,20 @@ class Runner:
             running.task.cancel()
 
     def _in_turn(self, waiting: list[BatchRecord]) -> list[BatchRecord]:
-        """Batches that must end, then one of each owner (running ones included), oldest first."""
+        """Batches that must end, then promised ones by deadline, then one of each owner (running
+        ones included), oldest first."""
         before = Counter(running.owner for running in self._runs.values())
         turns = []
         for record in waiting:
-            turns.append((not self._is_to_end(record), before[record.owner], record))
+            due_s = record.expires_s if record.work_s else inf
+            turns.append((not self._is_to_end(record), due_s, before[record.owner], record))
             before[record.owner] += 1
-        return [record for *_, record in sorted(turns, key=lambda turn: turn[:2])]
+        return [record for *_, record in sorted(turns, key=lambda turn: turn[:3])]
 
     async def _try_to_run(self, record: BatchRecord) -> None:
         resources = self._resources
         client = self._holder(record.owner)
-        if self._is_to_end(record):
+        if self._is_to_end(record) or (record.work_s and client is not None):
             places = 2 * resources.config.max_running
         else:
             places = resources.config.max_running if client is not None else 0

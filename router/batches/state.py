@@ -80,7 +80,8 @@ class LineFault(BaseModel):
 class BatchRecord(BaseModel):
     """A batch. Times are Unix seconds; ``output_expires_s`` is a duration. ``expires_s``: when what
     is left will not be run; ``reached_s``: time of each status; ``cut_short``: cancelled or expired
-    before all lines had run; ``faults``: why it was refused."""
+    before all lines had run; ``faults``: why it was refused; ``work_s``: engine time of its lines
+    by model, where its window is promised; ``behind``: it is going to miss it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -102,6 +103,22 @@ class BatchRecord(BaseModel):
     faults: tuple[LineFault, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
+    work_s: dict[str, float] = {}
+    behind: bool = False
+
+    @property
+    def rest(self) -> float:
+        """Share of its lines without a result."""
+        return 1.0 - (self.completed + self.failed) / max(1, self.total)
+
+    @property
+    def promise(self) -> str | None:
+        """What has become of its promised window."""
+        if not self.work_s:
+            return None
+        if self.ended and self.status is not Status.CANCELLED:
+            return "missed" if self.cut_short else "kept"
+        return "behind" if self.behind else "promised"
 
     @property
     def ended(self) -> bool:
@@ -143,6 +160,7 @@ class BatchRecord(BaseModel):
                 "failed": self.failed,
             },
             "metadata": self.metadata,
+            "promise": self.promise,
         }
 
 
@@ -456,6 +474,19 @@ class BatchState:
         with changing(self._db):
             self._check_holder(batch.id)
             self._save(batch)
+
+    def promise(
+        self, batch: BatchRecord, nearest_s: Callable[[Sequence[BatchRecord]], float]
+    ) -> float:
+        """Replace the record by ``batch``, which is promised, if its window is no shorter than the
+        nearest beside the other promised batches. Returns that, seconds from now."""
+        with changing(self._db):
+            self._check_holder(batch.id)
+            others = [each for each in self.unfinished() if each.work_s and each.id != batch.id]
+            found = nearest_s(others)
+            if found <= batch.expires_s - self._now():
+                self._save(batch)
+        return found
 
     def answered(self, batch_id: str) -> set[int]:
         """The lines that have a result."""

@@ -66,7 +66,8 @@ from sluice.router.serve.contract import (
 )
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.quotes import Quote
-from sluice.scheduling.request.job import RouteDecision, Tier
+from sluice.scheduling.placement.windows import Leftover
+from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import TokenClock, clock_of
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Kind, Span
@@ -203,6 +204,10 @@ class Dispatcher:
         self._end(attempt)
         if self._migrations is not None:
             self._migrations.settled(attempt)
+
+    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        """What promised requests leave for batches with lines like ``query``, if it is known."""
+        return await self._controller.leftover(query, in_flight)
 
     def late(self, call: Call, seen: TokenClock) -> None:
         """Tell the controller which objectives a running call misses."""

@@ -31,6 +31,7 @@ from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.placement.quotes import VALID_S, Offer, Quote
+from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import (
     DECLINED,
     NO_REPLICA,
@@ -405,6 +406,9 @@ class DecisionService(Protocol):
 
     def late(self, notice: LateNotice) -> None:
         """A promised response that still runs is late. Returns at once."""
+
+    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        """What is left for batches with lines like ``query``; ``None``: not known."""
 
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
         """About once a second, pass the drained or stopping replicas to ``leaving``."""

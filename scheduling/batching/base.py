@@ -31,6 +31,7 @@ from sluice.scheduling.request.kernels import (
     KV_BLOCKS,
     LAST_TOKEN,
     PENDING,
+    PRIORITY,
     PROGRAM,
     PROMISED,
     PROMPT,
@@ -101,6 +102,16 @@ def blocks_needed(table: Floats, rows: Ints, block_tokens: int) -> Floats:
 
 LONGEST_STEPS = 20
 """Longest batch, in empty steps, where no decode limits it."""
+
+BRIEF_STEPS = 3
+"""Longest batch, in empty steps, that work of less worth than the promised prompts may fill while
+more of these are expected."""
+
+BRIEF_SHARE = 0.1
+"""The same as a share of such a prompt's time, and of the batch that holds its first token."""
+
+EXPECTED_FOR_S = 60.0
+"""How long after a promised prompt others are expected, seconds."""
 
 STILL_EARNED = 0.5
 """Share of the rest of a prompt that must be earned to continue it, as chunks cost extra."""
@@ -257,6 +268,9 @@ class BestEffort:
        most 20 empty steps or 50 ms. A request starts only while no promised one waits and its
        predicted length fits. Tenants take turns, by tokens per weight; of tenants that have as
        many, and of one's own requests, those go first that have attained least (``attained``).
+       What is worth less than the promised prompts of the last minute is to delay the next one
+       by no more than a tenth: it fills a batch for three empty steps, or a tenth of such a
+       prompt's time, and adds a tenth to a batch with a promised first token.
     4. *Ageing* (``AgedLane``): the oldest requests past ``patience_s`` get a share of the time and
        are not evicted; from twice the patience on, none behind one starts until it fits.
 
@@ -266,7 +280,8 @@ class BestEffort:
     def __init__(self, options: BestEffortOptions | None = None) -> None:
         self.options = options = options or BestEffortOptions()
         self._lane = AgedLane(options.patience_s, options.aged_share)
-        self._closed_until_s = -inf
+        self._closed_until_s = self._prompted_s = -inf
+        self._prompt_s = self._worth = 0.0
         self.patience_s = options.patience_s
         """The wait after which a request is aged, seconds."""
 
@@ -361,9 +376,16 @@ class BestEffort:
         )
         # Step times vary, and by some models an empty step is almost free.
         until_s = min(0.9 * until_s, max(LONGEST_STEPS * fixed_s, 0.05))
+        brief_s = min(until_s, self._brief_s(batch, promised, work_s, now_s, fixed_s))
+        less = table[:, PRIORITY] < self._worth
+
+        def take(taken: Ints) -> None:
+            batch.take(taken[~less[taken]], until_s)
+            batch.take(taken[less[taken]], brief_s)
+
         running = table[rows, RUNNING] > 0
         decode = running & ~is_prefill(table[rows])
-        batch.take(rows[decode], until_s)
+        take(rows[decode])
         rows, running = rows[~decode], running[~decode]
         if attained_s is not None:
             attained_s[:yielding] = -inf  # the lane goes first, by arrival
@@ -385,7 +407,25 @@ class BestEffort:
         # Rows are numbered in order of arrival.
         ties = rows if attained_s is None else np.arange(len(rows))
         order = rows[np.lexsort((ties, due_s))]
-        batch.take(in_turns(table, order, int(np.count_nonzero(rows < yielding))), until_s)
+        take(in_turns(table, order, int(np.count_nonzero(rows < yielding))))
+
+    def _brief_s(
+        self, batch: BatchBuilder, promised: int, work_s: Floats, now_s: float, fixed_s: float
+    ) -> float:
+        """Until when work of less worth than promised prompts may fill the batch."""
+        table = batch.table[:promised]
+        prompts = np.flatnonzero((table[:, EMITTED] == 0) & (table[:, PENDING] > 0))
+        if len(prompts):
+            whole_s = float(work_s[prompts].mean())
+            known = self._prompted_s > now_s - EXPECTED_FOR_S
+            self._prompt_s += (0.1 if known else 1.0) * (whole_s - self._prompt_s)
+            self._worth, self._prompted_s = float(table[prompts, PRIORITY].max()), now_s
+        elif self._prompted_s <= now_s - EXPECTED_FOR_S:
+            return inf
+        longer_s = (1.0 + BRIEF_SHARE) * batch.cost_s
+        if (batch.granted[prompts] > 0).any():
+            return longer_s
+        return max(longer_s, BRIEF_STEPS * fixed_s, BRIEF_SHARE * self._prompt_s)
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
         """The ``waiting`` requests that may start with the reserve left free; none passes an

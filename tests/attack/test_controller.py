@@ -135,6 +135,7 @@ CALLS: dict[str, Callable[[ObservedController], tuple[Any, ...]]] = {
     "faulted": lambda _: (7, [NOTICE]),
     "share_quotas": lambda _: ([USE],),
     "loop_turn": lambda _: (LoopTurn(5, "agent", 7, 60.0, 10.0, 0.5, 2.0, 1, True),),
+    "leftover": lambda _: (query(5), 32),
     "push_metrics": lambda _: (PUSH, [ENDING], [LATE], [WAIT], [TURN_END]),
     "load": lambda _: (None,),
     "decisions": lambda _: (3,),

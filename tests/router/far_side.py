@@ -44,6 +44,7 @@ from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.quotes import Quote
+from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import SLO, TokenClock
@@ -378,6 +379,10 @@ class FarController:
         self.endings: list[RequestEnding] = []
         self.late_notices: list[LateNotice] = []
         self.silent = not decisions
+        self.left: Leftover | None = None
+
+    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        return self.left
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         self.queries.append(query)

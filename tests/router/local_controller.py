@@ -12,6 +12,7 @@ from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.quotes import Quote
+from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from tests.controller.fleet import ObservedController, newer_push
 
@@ -37,6 +38,9 @@ class LocalController:
 
     async def quote(self, query: RouteQuery, hold_s: float) -> Quote | None:
         return await self.controller.quote(query, hold_s) if self.up else None
+
+    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        return await self.controller.leftover(query, in_flight) if self.up else None
 
     def release(self, key: int) -> None:
         coroutine = self.controller.release([key])

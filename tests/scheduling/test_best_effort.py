@@ -222,6 +222,36 @@ def test_with_steps_that_cost_nothing_themselves_batches_are_still_full() -> Non
     assert made.tokens_of == {"a0": 1, "a1": 1, "a2": 1, "b": 47}
 
 
+def test_work_of_less_worth_delays_the_prompts_of_more_by_a_tenth() -> None:
+    policy = make_policy("fcfs")
+    lines = [behind(decode(f"line-{n}")) for n in range(30)]
+    chat = prefill("chat", 100, SLO(ttft_s=5.0, priority=2))
+    alone = plan(*lines, policy=policy)
+    assert len(alone.tokens_of) == 30
+    # 110 ms alone, and 11 ms more.
+    first = plan(*lines, chat, policy=policy, now_s=1.0)
+    assert first.tokens_of["chat"] == 100
+    assert first.predicted_s == pytest.approx(0.121, abs=0.0011)
+    # Another may come: three empty steps of 10 ms, for prompts and answers.
+    after = plan(*lines[:5], behind(prefill("line", 500)), policy=policy, now_s=2.0)
+    assert after.tokens_of == {**{f"line-{n}": 1 for n in range(5)}, "line": 15}
+    # Long prompts take so long that a tenth of theirs is more.
+    plan(prefill("long", 1_000, SLO(ttft_s=5.0, priority=2)), *lines, policy=policy, now_s=70.0)
+    longer = plan(behind(prefill("line", 500)), policy=policy, now_s=71.0)
+    assert longer.predicted_s == pytest.approx(0.1)
+    # None has come for a minute.
+    assert len(plan(*lines, policy=policy, now_s=132.0).tokens_of) == 30
+
+
+def test_work_of_the_same_worth_and_that_beside_is_not_held_back() -> None:
+    policy = make_policy("fcfs")
+    chat = prefill("chat", 100, SLO(ttft_s=5.0, priority=2))
+    same = behind(prefill("same", 500, SLO(priority=2)))
+    assert plan(chat, same, policy=policy).tokens_of == {"chat": 100, "same": 90}
+    line = behind(prefill("line", 500))
+    assert plan(same, line, policy=policy, now_s=1.0).tokens_of == {"same": 190}
+
+
 def test_a_policy_is_not_asked_where_nothing_is_promised() -> None:
     class NeedsRequests(FCFS):
         def fill(

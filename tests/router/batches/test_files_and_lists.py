@@ -453,7 +453,7 @@ def test_a_folder_must_be_absolute_and_the_class_known() -> None:
         BatchesConfig(directory=Path("here"))
     with pytest.raises(ValidationError, match="service_class 'none' is not one of"):
         RouterConfig(batches=BatchesConfig(directory=Path("/x"), service_class="none"))
-    with pytest.raises(ValidationError, match="must look like 24h or 7d"):
+    with pytest.raises(ValidationError, match="must look like 30m, 24h or 7d"):
         BatchesConfig(completion_windows=("soon",))
 
 

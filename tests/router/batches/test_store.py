@@ -33,6 +33,7 @@ from sluice.router.batches.state import (
     changing,
 )
 from sluice.router.batches.store import NAME, Store, Threads
+from sluice.router.batches.windows import Windows
 from sluice.router.config import DAY_S, BatchesConfig
 from sluice.router.errors import ApiError, Reason
 from sluice.router.tenancy.auth import KeyRing
@@ -169,6 +170,8 @@ def resources_of(kept: Kept, side: FarSide) -> Resources:
         caller=LineCaller(edge.config, edge.fleets, RateLimiter(), metrics),
         places=LinePlaces(1),
         metrics=metrics,
+        windows=Windows(edge.fleets, "batch", 1),
+        promises_only=False,
         now=kept.now,
     )
 
