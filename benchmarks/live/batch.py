@@ -35,153 +35,123 @@ MINUTES: Final = (1, 2, 3)
 """Windows of the short batches."""
 
 PART: Final = 0.6
-"""Share of the lines that a full batch did beside chat that short ones are to do."""
+"""The short batches are to do this share of the lines that a full one did beside chat."""
 
-_WARM_UP_S: Final = 5.0
 _BEGIN_S: Final = 3.0
 _POLL_S: Final = 0.5
-_ENDED: Final = ("completed", "expired", "failed", "cancelled")
 
 
 def config_of(bench: Bench, port: int) -> Json:
     """One replica, and routers that keep batches in the benchmark's folder."""
     windows = ["24h", *(f"{each}m" for each in MINUTES)]
     batches = {"directory": str(bench.folder / "batches"), "completion_windows": windows}
-    return {
-        "engine": {"served_model_name": MODEL},
-        "replica": {"count": 1},
-        "router": {**router(port, CLASSES), "batches": batches},
-    }
+    parts = {"engine": {"served_model_name": MODEL}, "replica": {"count": 1}}
+    return {**parts, "router": {**router(port, CLASSES), "batches": batches}}
 
 
-def lines_of(name: str, count: int) -> bytes:
-    """The input of a batch with texts of its own."""
+def line_of(number: int, chance: Random) -> bytes:
+    """A line of a batch with words of its own."""
+    prompt, output = (chance.randint(*span) for span in (LINE.prompt_tokens, LINE.output_tokens))
+    text = " ".join(chance.choices(WORDS, k=prompt))
+    body = {"model": MODEL, "prompt": text, "max_tokens": output, "ignore_eos": True}
+    request = {"method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps({"custom_id": f"{number}", **request}).encode()
+
+
+def ask(
+    system: System, path: str, body: bytes | None = None, kind: str = "application/json"
+) -> Json:
+    """What the API answers."""
+    request = urllib.request.Request(f"{system.urls[0]}/v1/{path}", body, {"content-type": kind})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: Json = json.load(answer)
+    return found
+
+
+def submit(system: System, name: str, count: int, window: str) -> Json:
+    """A new batch of ``count`` lines."""
     chance = Random(name)
-    lines = []
-    for number in range(count):
-        prompt, output = (
-            chance.randint(*span) for span in (LINE.prompt_tokens, LINE.output_tokens)
-        )
-        text = " ".join(chance.choices(WORDS, k=prompt))
-        body = {"model": MODEL, "prompt": text, "max_tokens": output, "ignore_eos": True}
-        line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
-        lines.append(json.dumps(line).encode())
-    return b"\n".join(lines)
+    lines = b"\n".join(line_of(number, chance) for number in range(count))
+    part = b'--mark\r\ncontent-disposition: form-data; name="'
+    form = part + b'purpose"\r\n\r\nbatch\r\n' + part + b'file"; filename="a"\r\n\r\n' + lines
+    file = ask(system, "files", form + b"\r\n--mark--\r\n", "multipart/form-data; boundary=mark")
+    body = {"input_file_id": file["id"], "completion_window": window}
+    return ask(system, "batches", json.dumps(body | {"endpoint": "/v1/completions"}).encode())
 
 
-class Batches:
-    """The files and batches of a system."""
-
-    def __init__(self, system: System) -> None:
-        self._url = f"{system.urls[0]}/v1"
-
-    def submit(self, name: str, count: int, window: str) -> Json:
-        """A new batch of ``count`` lines."""
-        mark, head = b"--line", b'content-disposition: form-data; name="'
-        parts = (head + b'purpose"\r\n\r\nbatch', head + b'file"; filename="a"\r\n\r\n')
-        form = b"\r\n".join(
-            (mark, parts[0], mark, parts[1] + lines_of(name, count), mark + b"--\r\n")
-        )
-        file = self._ask("files", form, "multipart/form-data; boundary=line")
-        body = {
-            "input_file_id": file["id"],
-            "endpoint": "/v1/completions",
-            "completion_window": window,
-        }
-        return self._ask("batches", json.dumps(body).encode())
-
-    def now(self, batch: Json) -> Json:
-        """The batch as it is now."""
-        return self._ask(f"batches/{batch['id']}")
-
-    def cancel(self, batch: Json) -> int:
-        """End it; the lines that it has done."""
-        self._ask(f"batches/{batch['id']}/cancel", b"")
-        done: int = self.ended(batch)["request_counts"]["completed"]
-        return done
-
-    def ended(self, batch: Json) -> Json:
-        """The batch when it has ended."""
-        while (found := self.now(batch))["status"] not in _ENDED:
-            time.sleep(_POLL_S)
-        return found
-
-    def _ask(self, path: str, body: bytes | None = None, kind: str = "application/json") -> Json:
-        request = urllib.request.Request(f"{self._url}/{path}", body, {"content-type": kind})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            found: Json = json.load(answer)
-        return found
+def ended(system: System, batch: Json) -> Json:
+    """The batch when it has ended."""
+    while (found := ask(system, f"batches/{batch['id']}"))["status"] not in (
+        *("completed", "expired", "failed", "cancelled"),
+    ):
+        time.sleep(_POLL_S)
+    return found
 
 
-def beside(bench: Bench, system: System, rate: float, seconds: float, run: str, full: bool) -> Json:
-    """Chats of some seconds, alone or beside a full batch; another pair has other texts."""
-    batches, workload = Batches(system), CHAT.workload(rate, seconds, len(run), SLOS)
-    batch = batches.submit(run, FULL_LINES, "24h") if full else None
+def chat(bench: Bench, system: System, rate: float, seconds: float, run: str, full: bool) -> Json:
+    """Chats of some seconds, alone or beside a full batch; their times are the same in both."""
+    workload = CHAT.workload(rate, seconds, Random(run).randrange(1 << 30), SLOS)
+    begun_s, batch = time.monotonic(), submit(system, run, FULL_LINES, "24h") if full else None
     time.sleep(_BEGIN_S)
-    begun_s = time.monotonic()
     body = body_of(f"{run} {full}")
-    done = live.run(bench, system, {}, seconds, workload, body=body, exact=False).outcomes
-    took_s = time.monotonic() - begun_s
-    times = [1e3 * each.ttft_s for each in done if each.ttft_s is not None]
-    if len(times) < len(done):
-        raise LoadError(f"{len(done) - len(times)} of {len(done)} chats were not answered")
-    found = {"chats": len(done), "ttft_ms": quantiles(times, at=(0.5, 0.95))}
-    found["attained"] = sum(each.attained for each in done)
+    sent = live.run(bench, system, {}, seconds, workload, body=body, exact=False).outcomes
+    times = [1e3 * each.ttft_s for each in sent if each.ttft_s is not None]
+    if len(times) < len(sent):
+        raise LoadError(f"{len(sent) - len(times)} of {len(sent)} chats were not answered")
+    found = {"in_time": sum(each.attained for each in sent), "chats": len(sent)}
+    found["ttft_ms"] = quantiles(times, at=(0.5, 0.95))
     if batch is not None:
-        found["lines_per_s"] = round(batches.cancel(batch) / (took_s + _BEGIN_S), 2)
+        took_s = time.monotonic() - begun_s
+        ask(system, f"batches/{batch['id']}/cancel", b"")
+        done = ended(system, batch)
+        found["lines_per_s"] = round(done["request_counts"]["completed"] / took_s, 2)
     return found
 
 
 def short(bench: Bench, system: System, rate: float, lines_per_s: float) -> list[Json]:
-    """Batches with windows of minutes, submitted together beside chats."""
-    batches = Batches(system)
+    """Batches with windows of minutes, which begin together, beside chats."""
     lines = max(1, round(PART * lines_per_s * 60))
-    made = [batches.submit(f"{minutes}m", lines, f"{minutes}m") for minutes in MINUTES]
-    seconds = 60.0 * MINUTES[-1]
-    workload, body = CHAT.workload(rate, seconds, 1, SLOS), body_of("short")
-    live.run(bench, system, {}, seconds, workload, body=body, exact=False)
+    made = [submit(system, f"{each}m", lines, f"{each}m") for each in MINUTES]
+    chat(bench, system, rate, 60.0 * MINUTES[-1], "short", full=False)
     rows = []
-    for each in map(batches.ended, made):
+    for each in (ended(system, batch) for batch in made):
         end = each["completed_at"] or each["expired_at"] or each["failed_at"]
         row = {"window": each["completion_window"], "lines": lines, "promise": each["promise"]}
-        rows.append(row | {"status": each["status"], "seconds": end - each["created_at"]})
+        rows.append({**row, "status": each["status"], "seconds": end - each["created_at"]})
     return rows
 
 
 @click.command()
 @number_option("--rate", default=2.0, least=0.1, most=1e3, words="Chats a second.")
 @number_option("--seconds", default=20.0, least=5, most=3_600, words="How long chats arrive.")
-@number_option("--rounds", default=3, least=1, most=100, words="Pairs of runs.")
-@click.option("--windows/--no-windows", default=True, help="Short batches after the pairs.")
+@number_option("--rounds", default=3, least=0, most=100, words="Pairs of runs.")
 @as_json
-def batch(rate: float, seconds: float, rounds: int, windows: bool, as_json: bool) -> None:
-    """Chat's TTFT alone and beside a full batch, in turns, and batches with short windows.
+def batch(rate: float, seconds: float, rounds: int, as_json: bool) -> None:
+    """Chat's TTFT beside a full batch and alone, and whether short windows are kept.
 
-    Starts one vLLM replica here. A pair of runs takes a minute, the short batches three.
+    Starts a vLLM replica here. A pair of runs takes a minute, the short batches three.
     """
     rows: list[Json] = []
     with campaign() as bench, sluice("sluice", config_of)(bench) as system:
-        for full in (False, True):
-            beside(bench, system, rate, _WARM_UP_S, "warm-up", full)
+        first = [chat(bench, system, rate, 5.0, "warm-up", full) for full in (False, True)]
         for number in range(rounds):
-            order = (False, True) if number % 2 else (True, False)
-            name = "x" * (number + 1)  # its length is the seed
-            found = {full: beside(bench, system, rate, seconds, name, full) for full in order}
-            rows.append({"round": number, "alone": found[False], "beside": found[True]})
-            bench.say(f"{rows[-1]}")
-        lines_per_s = fmean(each["beside"]["lines_per_s"] for each in rows)
-        kept = short(bench, system, rate, lines_per_s) if windows else []
-    ratios = {}
-    for place, name in enumerate(("p50", "p95")):
-        pairs = [
-            (each["beside"]["ttft_ms"][place], each["alone"]["ttft_ms"][place]) for each in rows
-        ]
-        logs = Estimate.of([log(beside / alone) for beside, alone in pairs])
-        mean, half = logs.mean, logs.half_width
-        ratios[name] = [round(exp(each), 3) for each in (mean, mean - half, mean + half)]
-    columns = [f"{run}.{name}" for run in ("alone", "beside") for name in ("chats", "ttft_ms")]
-    pairs_table = table(rows, "round", *columns, "beside.lines_per_s", title="TTFT P50 / P95, ms")
-    title = f"TTFT beside a batch over that alone, with its 95 % interval: {ratios}"
-    ended = table(kept, "window", "lines", "promise", "status", "seconds", title="Short windows")
-    found_all = {"rounds": rows, "ratios": ratios, "windows": kept}
-    show(found_all, [pairs_table, *([ended] if kept else [])], as_json, title)
+            row: Json = {"round": number}
+            for full in (False, True) if number % 2 else (True, False):
+                name = "beside" if full else "alone"
+                row[name] = chat(bench, system, rate, seconds, f"round {number}", full)
+            rows.append(row)
+            bench.say(f"{row}")
+        besides = [row["beside"] for row in rows] or first[1:]
+        windows = short(bench, system, rate, fmean(each["lines_per_s"] for each in besides))
+    times = {}
+    for place, name in enumerate(("P50", "P95")):
+        pairs = [(row["beside"]["ttft_ms"][place], row["alone"]["ttft_ms"][place]) for row in rows]
+        mean, half, _ = Estimate.of([log(beside / alone) for beside, alone in pairs])
+        times[name] = [round(exp(each), 3) for each in (mean, mean - half, mean + half)]
+    title = f"chats; TTFT beside a batch over that alone, with 95 % interval: {times}"
+    columns = [
+        f"{run}.{of}" for run in ("alone", "beside") for of in ("in_time", "chats", "ttft_ms")
+    ]
+    shown = [table(rows, "round", *columns, "beside.lines_per_s", title=title)]
+    shown.append(table(windows, *windows[0], title="batches with short windows"))
+    show({"rounds": rows, "times": times, "windows": windows}, shown, as_json)
