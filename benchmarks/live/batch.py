@@ -98,7 +98,7 @@ def chat(bench: Bench, system: System, rate: float, seconds: float, run: str, fu
     times = [1e3 * each.ttft_s for each in sent if each.ttft_s is not None]
     if len(times) < len(sent):
         raise LoadError(f"{len(sent) - len(times)} of {len(sent)} chats were not answered")
-    found = {"in_time": sum(each.attained for each in sent), "chats": len(sent)}
+    found: Json = {"in_time": sum(each.attained for each in sent), "chats": len(sent)}
     found["ttft_ms"] = quantiles(times, at=(0.5, 0.95))
     if batch is not None:
         took_s = time.monotonic() - begun_s

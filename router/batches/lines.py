@@ -162,7 +162,7 @@ class Lines(NamedTuple):
     """Requests that name one model: their number, and sums of their prompts and of the most that
     they may generate, which is 0 if one has no limit."""
 
-    count: int = 0
+    number: int = 0
     characters: int = 0
     tokens: int = 0
     most_tokens: int = 0
@@ -171,10 +171,10 @@ class Lines(NamedTuple):
         """With one more. Its body is not checked: one that is not valid adds only itself."""
         size, most = PromptSize(), 0
         with suppress(Exception):
-            size, most = measure(endpoint, body), output_limit(endpoint, body)
-        unlimited = self.count and not self.most_tokens
+            size, most = measure(endpoint, body), max(0, int(output_limit(endpoint, body)))
+        unlimited = self.number and not self.most_tokens
         return Lines(
-            self.count + 1,
+            self.number + 1,
             self.characters + size.characters,
             self.tokens + size.tokens,
             self.most_tokens + most if most and not unlimited else 0,

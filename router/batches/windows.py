@@ -21,7 +21,7 @@ from sluice.scheduling.placement.windows import (
     behind_until_s,
     nearest_window_s,
 )
-from sluice.scheduling.request.job import RouteQuery
+from sluice.scheduling.request.job import MAX_TOKENS, RouteQuery
 from sluice.scheduling.request.objective import SLO
 
 SEEN_PART: Final = 0.05
@@ -89,13 +89,13 @@ class Windows:
             except ApiError:
                 continue
             size = PromptSize(own.characters, own.tokens)
-            tokens = ceil(fleet.dispatcher.estimator.estimate(size) / own.count)
-            query = self._query(tokens, own.most_tokens // own.count, client.tenant)
+            tokens = min(ceil(fleet.dispatcher.estimator.estimate(size) / own.number), MAX_TOKENS)
+            query = self._query(tokens, own.most_tokens // own.number, client.tenant)
             found = await fleet.dispatcher.leftover(query, self._in_flight)
             if found is None:
                 return None
             spare[fleet.model] = found.spare
-            work_s[fleet.model] = work_s.get(fleet.model, 0.0) + own.count * found.line_s
+            work_s[fleet.model] = work_s.get(fleet.model, 0.0) + own.number * found.line_s
         return Need(work_s, spare)
 
     async def behind(self, batches: Sequence[BatchRecord], now_s: float) -> set[str]:

@@ -366,7 +366,7 @@ class BestEffort:
         fixed_s = latency.fixed_s
         left_s = deadlines_s(table, FIRST) - now_s
         work_s = pending_work_s(table, latency.pieces)
-        until_s, waits = leftover_s(
+        until_s, waits, prompts = leftover_s(
             table[:promised],
             batch.granted,
             left_s,
@@ -376,12 +376,15 @@ class BestEffort:
         )
         # Step times vary, and by some models an empty step is almost free.
         until_s = min(0.9 * until_s, max(LONGEST_STEPS * fixed_s, 0.05))
-        brief_s = min(until_s, self._brief_s(batch, promised, work_s, now_s, fixed_s))
-        less = table[:, PRIORITY] < self._worth
+        brief_s = min(until_s, self._brief_s(prompts, batch.cost_s, now_s, fixed_s))
 
         def take(taken: Ints) -> None:
-            batch.take(taken[~less[taken]], until_s)
-            batch.take(taken[less[taken]], brief_s)
+            if brief_s < until_s:
+                less = table[taken, PRIORITY] < self._worth
+                batch.take(taken[~less], until_s)
+                batch.take(taken[less], brief_s)
+            else:
+                batch.take(taken, until_s)
 
         running = table[rows, RUNNING] > 0
         decode = running & ~is_prefill(table[rows])
@@ -410,22 +413,22 @@ class BestEffort:
         take(in_turns(table, order, int(np.count_nonzero(rows < yielding))))
 
     def _brief_s(
-        self, batch: BatchBuilder, promised: int, work_s: Floats, now_s: float, fixed_s: float
+        self, prompts: tuple[int, float, float, bool], cost_s: float, now_s: float, fixed_s: float
     ) -> float:
         """Until when work of less worth than promised prompts may fill the batch."""
-        table = batch.table[:promised]
-        prompts = np.flatnonzero((table[:, EMITTED] == 0) & (table[:, PENDING] > 0))
-        if len(prompts):
-            whole_s = float(work_s[prompts].mean())
-            known = self._prompted_s > now_s - EXPECTED_FOR_S
-            self._prompt_s += (0.1 if known else 1.0) * (whole_s - self._prompt_s)
-            self._worth, self._prompted_s = float(table[prompts, PRIORITY].max()), now_s
-        elif self._prompted_s <= now_s - EXPECTED_FOR_S:
+        count, work_s, worth, begun = prompts
+        known = now_s - self._prompted_s < EXPECTED_FOR_S
+        if count:
+            self._prompt_s += (0.1 if known else 1.0) * (work_s / count - self._prompt_s)
+            self._worth, self._prompted_s = worth, now_s
+        elif not known:
             return inf
-        longer_s = (1.0 + BRIEF_SHARE) * batch.cost_s
-        if (batch.granted[prompts] > 0).any():
-            return longer_s
-        return max(longer_s, BRIEF_STEPS * fixed_s, BRIEF_SHARE * self._prompt_s)
+        longer_s = (1.0 + BRIEF_SHARE) * cost_s
+        return (
+            longer_s
+            if begun
+            else max(longer_s, BRIEF_STEPS * fixed_s, BRIEF_SHARE * self._prompt_s)
+        )
 
     def _admissible(self, batch: BatchBuilder, waiting: Ints, overdue: Ints, yielding: int) -> Ints:
         """The ``waiting`` requests that may start with the reserve left free; none passes an
@@ -585,10 +588,11 @@ def leftover_s(
     work_s: Floats,
     times_s: tuple[float, float, float],
     space: tuple[int, int, int],
-) -> tuple[float, bool]:
-    """Maximum seconds of a batch that makes no promised request late (or infinite), and whether a
-    promised request waits for memory or a slot. A late decode catches up in batches of half its
-    TPOT.
+) -> tuple[float, bool, tuple[int, float, float, bool]]:
+    """Maximum seconds of a batch that makes no promised request late (or infinite), whether a
+    promised request waits for memory or a slot, and of the promised prompts: their number, work in
+    seconds, highest priority, and whether any is in the batch. A late decode catches up in batches
+    of half its TPOT.
 
     Args:
         times_s: of the batch so far, of an empty step, and the least TPOT that a useful batch can
@@ -602,8 +606,14 @@ def leftover_s(
     for row in range(table.shape[0]):
         if not needs_prefill(table[row, EMITTED], table[row, PENDING]):
             next_s += work_s[row]
+    prompts, prompt_s, worth, begun = 0, 0.0, 0.0, False
     for row in range(table.shape[0]):
         pending = table[row, PENDING]
+        if table[row, EMITTED] == 0.0:
+            prompts += 1
+            prompt_s += work_s[row]
+            worth = max(worth, table[row, PRIORITY])
+            begun |= granted[row] > 0
         if granted[row] == 0 and table[row, RUNNING] == 0.0:
             waits = True
             blocks = ceil((table[row, COMPUTED] + pending) / block_tokens) - table[row, KV_BLOCKS]
@@ -620,7 +630,7 @@ def leftover_s(
                 tpot_s /= 2.0
             if table[row, TPOT] >= holdable_s or table[row, PROMISED] > 0.0:
                 until_s = min(until_s, tpot_s)
-    return until_s, waits
+    return until_s, waits, (prompts, prompt_s, worth, begun)
 
 
 @compiled

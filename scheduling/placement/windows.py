@@ -26,6 +26,9 @@ SLOTS: Final = 8_640
 SPANS_S: Final = (0.0, *(SLOT_S * 2.0**power for power in range(19)))
 """Up to 30 days and more, seconds."""
 
+MAX_ROWS: Final = 16
+"""Replicas by which the time of a line is taken."""
+
 Spare = tuple[float, ...]
 """Engine time left within each of :data:`SPANS_S`, seconds."""
 
@@ -94,14 +97,15 @@ def line_s(
     fleet: Fleet, now_s: float, prompt_tokens: float, output_tokens: float, in_flight: int
 ) -> float:
     """Engine time of a request that shares its steps with others of ``in_flight``, and uses no more
-    of a step than work of little worth may: see ``BRIEF_STEPS``. Infinite without replicas."""
+    of a step than work of little worth may: see ``BRIEF_STEPS``. The mean of some of the replicas;
+    infinite without any."""
     rows = fleet.capacity(now_s)
     if not len(rows):
         return inf
     extra = 1.0 + 1.0 / (BRIEF_STEPS - 1)
     together = max(1.0, in_flight / len(rows))
     found = []
-    for row in rows:
+    for row in rows[:: len(rows) // MAX_ROWS + 1]:
         pieces, fixed_s = fleet.pieces[row], fleet.figures[row, FIXED_S]
         token_s = most_work_s(pieces, 1.0, prompt_tokens + output_tokens / 2)
         prompt_s = most_work_s(pieces, max(1.0, prompt_tokens), 0.0)

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import generate_latest
 from starlette.types import Message, Send
 
+from sluice.controller.transport.checks import checked_query
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.protocol.requests import (
     EngineRequest,
@@ -382,6 +383,7 @@ class FarController:
         self.left: Leftover | None = None
 
     async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
+        checked_query(query)
         return self.left
 
     async def route(self, query: RouteQuery) -> RouteDecision | None:

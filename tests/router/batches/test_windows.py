@@ -87,6 +87,16 @@ async def test_without_a_class_that_refuses_it_runs_as_before(tmp_path: Path) ->
         assert (done.status, promise_of(done)) == ("completed", None)
 
 
+async def test_lines_that_no_model_can_run_take_nothing(tmp_path: Path) -> None:
+    wrong = [{"max_tokens": each} for each in (-5, "x", 1e300, [1], None, True)]
+    wrong += [{"messages": 5}, {"model": "unknown"}, {"model": 7}, {"n": -1}, {"tools": {}}]
+    async with serving(strict(tmp_path)) as router:
+        router.edge.controller.left = Leftover(10.0, IDLE)
+        lines = [line(f"{number}", **body) for number, body in enumerate(wrong)]
+        done = await until(router.client, (await submit(router.client, lines)).id, "completed")
+        assert promise_of(done) == "kept"
+
+
 async def test_what_was_promised_counts_also_after_a_restart(tmp_path: Path) -> None:
     held = FarSide(a=Held(0))
     async with serving(strict(tmp_path), held) as router:
