@@ -29,8 +29,8 @@ async def test_an_idle_replica_leaves_its_time_and_promised_prompts_take_theirs(
     assert found is not None
     # A prompt of 5,000 tokens takes half a second of each in the second half minute.
     assert found.spare[1] == pytest.approx(0.5 * SPANS_S[1], rel=0.05)
-    # 100 tokens of prompt in two thirds of each step, and 50 with 1/8 of a step's fixed 4 ms.
-    assert found.line_s == pytest.approx(1.5 * 0.01 + 50 * (0.0001 + 0.0005 + 0.000125), rel=0.05)
+    # 100 tokens of prompt in 4/9 of each step, and 50 with 1/8 of a step's fixed 4 ms.
+    assert found.line_s == pytest.approx(2.25 * 0.01 + 50 * (0.000225 + 0.0005), rel=0.05)
 
 
 async def test_longer_lines_take_more() -> None:

@@ -228,13 +228,10 @@ def test_work_of_less_worth_delays_the_prompts_of_more_by_a_tenth() -> None:
     chat = prefill("chat", 100, SLO(ttft_s=5.0, priority=2))
     alone = plan(*lines, policy=policy)
     assert len(alone.tokens_of) == 30
-    # 110 ms alone, and 11 ms more.
-    first = plan(*lines, chat, policy=policy, now_s=1.0)
-    assert first.tokens_of["chat"] == 100
-    assert first.predicted_s == pytest.approx(0.121, abs=0.0011)
-    # Another may come: three empty steps of 10 ms, for prompts and answers.
+    assert plan(*lines, chat, policy=policy, now_s=1.0).tokens_of == {"chat": 100}
+    # Another may come: 1.8 empty steps of 10 ms, for prompts and answers.
     after = plan(*lines[:5], behind(prefill("line", 500)), policy=policy, now_s=2.0)
-    assert after.tokens_of == {**{f"line-{n}": 1 for n in range(5)}, "line": 15}
+    assert after.tokens_of == {**{f"line-{n}": 1 for n in range(5)}, "line": 3}
     # Long prompts take so long that a tenth of theirs is more.
     plan(prefill("long", 1_000, SLO(ttft_s=5.0, priority=2)), *lines, policy=policy, now_s=70.0)
     longer = plan(behind(prefill("line", 500)), policy=policy, now_s=71.0)

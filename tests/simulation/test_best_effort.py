@@ -155,3 +155,44 @@ def test_it_does_lose_its_memory() -> None:
     engine, _ = served(1_200, 800, 2.0, 0.02, 60.0)
     assert engine.counters[PREEMPTIONS] > 0
     assert engine.counters[LOST_TOKENS] < engine.counters[DONE_TOKENS] / 4
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.release)])
+def test_chat_hardly_notices_a_backlog_of_less_worth(seed: int) -> None:
+    """The P95 of its TTFT, beside a backlog without an objective, over that alone."""
+    rng = np.random.default_rng(seed)
+
+    def request(arrival_s: float, objective: SLO) -> Arrival:
+        prompt, output = int(rng.integers(120, 480)), int(rng.integers(16, 64))
+        return Arrival(arrival_s, prompt, output, objective)
+
+    times_s = np.cumsum(rng.exponential(0.5, 80)).tolist()
+    chat = [request(time_s, SLO()) for time_s in times_s]
+    backlog = [request(0.0, SLO()) for _ in range(600)]
+    # An engine on a processor: 4 ms a step, 0.16 ms a token.
+    model = LinearLatency(a=0.004, b=1.6e-4, c=1e-6, d=0.0)
+
+    def ttft_s(priority: int, behind: list[Arrival]) -> tuple[float, int]:
+        slo = SLO(ttft_s=2.0, tpot_s=0.1, priority=priority)
+        mine = [each._replace(slo=slo) for each in chat]
+        load = of([*mine, *behind])
+        flags = [not each.slo.stated for each in load.arrivals]
+        requests = Requests(load)
+        for key, flag in enumerate(flags):
+            requests.serve_as(key, flag)
+        config = EngineConfig(kv_blocks=4_000, max_batch_tokens=2_048, max_sequences=64)
+        noise, drawn = Truth(model, 0.03), np.random.default_rng(7)
+        policy = make_policy("deadline_triage")
+        drive(VirtualEngine(config, policy, Belief(model), noise, requests, drawn), requests)
+        first = requests.emitted_s[requests.offsets[:-1]]
+        last = requests.emitted_s[requests.offsets[1:] - 1]
+        waits = [first[k] - load.arrivals[k].arrival_s for k, flag in enumerate(flags) if not flag]
+        done = sum(flag and last[k] <= times_s[-1] for k, flag in enumerate(flags))
+        return float(np.percentile(waits, 95)), done
+
+    alone, _ = ttft_s(2, [])
+    equal, most = ttft_s(1, backlog)
+    beside, done = ttft_s(2, backlog)
+    assert equal > 1.5 * alone
+    assert beside < 1.15 * alone
+    assert done > 0.3 * most
