@@ -424,7 +424,7 @@ class BestEffort:
         elif not known:
             return inf
         if begun:
-            return 0.0
+            return 1.001 * cost_s  # only what costs nothing
         longer_s = (1.0 + BRIEF_SHARE) * cost_s
         return max(longer_s, BRIEF_STEPS * fixed_s, BRIEF_SHARE * self._prompt_s)
 
