@@ -13,6 +13,7 @@ from rich.progress import track
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.grid import Experiment, Plan, Scale, measured
 from sluice.benchmarks.live import agents, promises, quotes
+from sluice.benchmarks.live.batch import batch
 from sluice.benchmarks.live.gateway import gateway
 from sluice.benchmarks.live.gpu import gpu
 from sluice.benchmarks.live.peers import peers
