@@ -8,22 +8,21 @@ import json
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
 from sluice.benchmarks.live.engine import MODEL
-from sluice.benchmarks.live.mix import Kind, Pattern, body_of
+from sluice.benchmarks.live.mix import body_of
+from sluice.benchmarks.live.promises import CLASSES, KINDS, PATTERN, SLOS
 from sluice.benchmarks.live.report import table
 from sluice.benchmarks.live.systems import (
     IN_FLIGHT,
     campaign,
     capacity,
     metrics,
-    objectives,
     router,
     sluice,
     until,
@@ -34,23 +33,14 @@ from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore
-from sluice.router.config import ServiceClass
 from sluice.scheduling.batching import make_policy
 from sluice.scheduling.latency.model import LatencyModel, LinearLatency
-from sluice.simulation.generators import Gamma
 from sluice.telemetry.records import RecordLog, whole_lines
 
 Json = dict[str, Any]
 
-KINDS: Final = {
-    "chat": Kind(0.6, (10, 250), (8, 120)),
-    "code": Kind(0.2, (150, 1_200), (4, 50)),
-    "document": Kind(0.2, (700, 1_900), (16, 150)),
-}
-CLASSES: Final = {"chat": ServiceClass(ttft_ms=600, tpot_ms=120)} | dict.fromkeys(
-    ("code", "document"), ServiceClass()
-)
-_ABORTED, _LOAD, _PUSHED_S = 0.1, 0.9, 3.0
+_RATE = 5.0  # requests a second, which the simulated engine just serves
+_ABORTED, _PUSHED_S = 0.1, 3.0
 
 
 @click.command(name="usage")
@@ -81,10 +71,10 @@ def _busy_s(steps: Iterable[Json]) -> float:
     return busy_s
 
 
-def _steps(logs: Iterable[Path]) -> Iterator[list[Json]]:
-    for log in logs:
-        with log.open() as lines:
-            yield [json.loads(line) for line in whole_lines(lines)]
+def _steps(folder: Path) -> list[Json]:
+    (log,) = folder.glob("*.jsonl")
+    with log.open() as lines:
+        return [json.loads(line) for line in whole_lines(lines)]
 
 
 def _simulated(seed: int, seconds: float) -> Json:
@@ -99,9 +89,8 @@ def _simulated(seed: int, seconds: float) -> Json:
         log = Path(folder) / "batches.jsonl"
         scheduler = LocalScheduler(make_policy("deadline_triage"), table, belief, RecordLog(log))
         core, now_s = SimulatedCore(config, scheduler, table), 0.0
-        pattern = Pattern("usage", partial(Gamma, cv=2**0.5), kinds=KINDS)
-        arrivals = pattern.workload(_rate(truth), seconds, seed, objectives(CLASSES)).arrivals
-        left, aborts = list(arrivals)[::-1], list[tuple[float, Any]]()
+        left = [*PATTERN.workload(_RATE, seconds, seed, SLOS).arrivals][::-1]
+        aborts: list[tuple[float, Any]] = []
         while left or core.live:
             while left and (left[-1].arrival_s <= now_s or not core.live):
                 arrival = left.pop()
@@ -119,23 +108,12 @@ def _simulated(seed: int, seconds: float) -> Json:
             for each in [each for each in aborts if each[0] <= now_s]:
                 aborts.remove(each)
                 core.abort(each[1], now_s)
-        (steps,) = _steps([log])
+        steps = _steps(log.parent)
     used = {each["client"].decode(): float(each["seconds"]) for each in table.read().accounts}
     true = _by_truth(steps, truth)
     errors = [abs(used[name] / true[name] - 1) for name in KINDS]
     busy_s, by_accounts = _busy_s(steps), sum(used.values())
     return _row(f"seed {seed}", busy_s, by_accounts, used) | {"worst_share": max(errors)}
-
-
-def _rate(truth: LatencyModel) -> float:
-    """Requests a second that load the engine, if each had it alone in a batch of eight."""
-    each_s = sum(
-        kind.share
-        * (truth.work_s(sum(kind.prompt_tokens) // 2, 0) + sum(kind.output_tokens) / 2 * each)
-        for kind in KINDS.values()
-        for each in [truth.work_s(1, 500) + truth.fixed_s / 8]
-    )
-    return _LOAD / each_s
 
 
 def _by_truth(steps: Sequence[Json], truth: LatencyModel) -> Counter[str]:
@@ -156,20 +134,18 @@ def _row(run: str, busy_s: float, by_accounts: float, used: Json) -> Json:
 
 def _real(seconds: float) -> Json:
     """One vLLM replica on this machine."""
-    pattern = Pattern("usage", partial(Gamma, cv=2**0.5), kinds=KINDS)
     with campaign() as bench:
         logs = bench.folder / "batches"
         parts: Json = {"engine": {"served_model_name": MODEL, "batch_log": str(logs)}}
         parts["replica"] = {"count": 1}
         start = sluice("sluice", lambda _, port: {**parts, "router": router(port, CLASSES)})
         with start(bench) as system:
-            (url,), slos = system.urls, objectives(CLASSES)
-            drawn = (each._replace(slo=slos[each.task]) for each in pattern.drawn(1))
+            (url,) = system.urls
+            drawn = (each._replace(slo=SLOS[each.task]) for each in PATTERN.drawn(1))
             capacity(bench, system, drawn, body_of("usage"), IN_FLIGHT, 1.0, seconds)
 
             def counted() -> tuple[float, float]:
-                (steps,) = _steps(logs.glob("*.jsonl"))
-                return _busy_s(steps), metrics(url)["sluice_engine_busy_seconds_total"]
+                return _busy_s(_steps(logs)), metrics(url)["sluice_engine_busy_seconds_total"]
 
             until(lambda: abs(counted()[0] / counted()[1] - 1) < 1e-4, _PUSHED_S, bench.stop)
             used = {

@@ -44,8 +44,9 @@ _USAGE = {
     "engine_seconds": "sluice_engine_seconds",
     "gpu_seconds": "sluice_engine_gpu_seconds",
     "kv_block_seconds": "sluice_engine_kv_block_seconds",
+    "promised": "sluice_client_promises",
 }
-"""What replicas push of each tenant and class, by its name in the answer on usage."""
+"""What processes push by tenant and class, by its name in the answer on usage."""
 
 # The deciding actor's state for an operator, as plain JSON data. Durations are milliseconds.
 
@@ -350,31 +351,18 @@ class Observer:
 
     async def usage(self) -> dict[str, Any]:
         """Who has used the engines, by tenant and class. ``O(series)``."""
-        now_s = self._touch()
         rows: dict[tuple[str, str], dict[str, Any]] = {}
-
-        def add(labels: Mapping[str, str], name: str, value: float) -> None:
-            key = labels["client"], labels["class"]
-            row = rows.setdefault(
-                key,
-                {"client": key[0], "class": key[1]}
-                | dict.fromkeys((*_USAGE, "promised", "kept"), 0.0),
-            )
-            row[name] += value
-
-        for name, family in _USAGE.items():
+        counted_s = self._touch() - self._started_s
+        for field, family in _USAGE.items():
             for _, labels, value in self._hub.series(family):
-                add(dict(labels), name, value)
-        for _, labels, value in self._hub.series("sluice_client_promises"):
-            of = dict(labels)
-            add(of, "promised", value)
-            add(of, "kept", value if of["outcome"] == "kept" else 0.0)
-        busy_s = sum(value for *_, value in self._hub.series("sluice_engine_busy_seconds"))
-        return {
-            "counted_s": now_s - self._started_s,
-            "busy_seconds": busy_s,
-            "rows": [rows[key] for key in sorted(rows)],
-        }
+                of = dict(labels)
+                by = {"client": of["client"], "class": of["class"]}
+                row = rows.setdefault(
+                    (of["client"], of["class"]), by | dict.fromkeys((*_USAGE, "kept"), 0.0)
+                )
+                row[field] += value
+                row["kept"] += value if of.get("outcome") == "kept" else 0.0
+        return {"counted_s": counted_s, "rows": [rows[key] for key in sorted(rows)]}
 
     def _gpus(self) -> dict[str, dict[str, float]]:
         """The use of the GPUs of each replica that has some."""

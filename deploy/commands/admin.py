@@ -126,13 +126,12 @@ class UsageRow(BaseModel):
 
 
 class UsageAnswer(BaseModel):
-    """The API's answer on usage; a file of `sluice usage --json` has its fields, too."""
+    """The API's answer on usage, and a file of `sluice usage --format json`."""
 
     since: str
     until: str
     gpu_hour_price: float | None
     currency: str
-    busy_seconds: float
     rows: list[UsageRow]
 
 

@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import ValidationError
-from rich.table import Table
-from rich.text import Text
 
 from sluice.deploy.commands.admin import AdminApi, UsageAnswer, admin_options
 from sluice.deploy.commands.options import CONFIG_FILE, Exit, Failure
 from sluice.deploy.json_http import printable
-from sluice.deploy.tables import print_table
+from sluice.deploy.tables import print_list
 
 _KEY = ("model", "client", "class")
 _SUMS = ("engine_seconds", "gpu_seconds", "kv_block_seconds", "promised", "kept")
+_COSTS = ("cost", "cost_per_kept")
 
 
 @click.command()
@@ -54,32 +52,33 @@ def usage(address: str, key: str | None, form: str, before: Path | None) -> None
     found = AdminApi(address, key).usage()
     if before is not None:
         found = _difference(found, _read(before))
-    price = found["gpu_hour_price"]
-    for row in found["rows"]:
+    price, rows = found["gpu_hour_price"], found["rows"]
+    for row in rows:
         cost = None if price is None else price * row["gpu_seconds"] / 3600
         row["cost"] = cost
         row["cost_per_kept"] = cost / row["kept"] if cost is not None and row["kept"] else None
-    if form == "json":
-        click.echo(json.dumps(found, indent=2))
-    elif form == "csv":
-        _print_csv([{**_of_all(found), **row} for row in found["rows"]])
-    elif form == "focus":
+    if form == "focus":
         if price is None:
             raise Failure(Exit.FAILED, "costs need router.gpu_hour_price in the configuration")
-        _print_csv([_focus(found, row) for row in found["rows"]])
-    else:
+        rows = [_focus(found, row) for row in rows]
+    if form == "json":
+        click.echo(json.dumps(found, indent=2))
+    elif form == "table":
         _print(found)
+    elif rows:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes()
-        UsageAnswer.model_validate_json(text)
-    except (OSError, ValidationError) as error:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        UsageAnswer.model_validate(found)
+    except (OSError, ValueError) as error:
         raise Failure(
             Exit.USAGE, f"{path} is no file of `sluice usage --format json`: {error}"
         ) from None
-    found: dict[str, Any] = json.loads(text)
     return found
 
 
@@ -90,42 +89,33 @@ def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     for row in now["rows"]:
         old = earlier.pop(tuple(row[name] for name in _KEY), dict.fromkeys(_SUMS, 0.0))
         rows.append(row | {name: row[name] - old[name] for name in _SUMS})
-    busy_s = now["busy_seconds"] - before["busy_seconds"]
-    if earlier or min((busy_s, *(row[name] for row in rows for name in _SUMS))) < -1e-6:
+    if earlier or any(row[name] < -1e-6 for row in rows for name in _SUMS):
         raise Failure(
             Exit.FAILED,
             "the totals are lower than in that file: the application, or the observer of its "
             "metrics, has restarted since",
         )
-    return now | {"since": before["until"], "busy_seconds": busy_s, "rows": rows}
-
-
-def _of_all(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in ("since", "until", "currency")}
+    return now | {"since": before["until"], "rows": rows}
 
 
 def _focus(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     """A row of the FinOps Open Cost and Usage Specification, 1.2; ``x_``: columns of our own."""
     hours = row["gpu_seconds"] / 3600
     return {
-        "BilledCost": row["cost"],
+        **dict.fromkeys(("BilledCost", "EffectiveCost"), row["cost"]),
         "BillingCurrency": found["currency"],
         "ChargeCategory": "Usage",
         "ChargeDescription": f"GPU time of {row['model']}, class {row['class']}",
         "ChargeFrequency": "Usage-Based",
-        "ChargePeriodEnd": found["until"],
         "ChargePeriodStart": found["since"],
-        "ConsumedQuantity": hours,
-        "ConsumedUnit": "GPU-Hours",
-        "EffectiveCost": row["cost"],
+        "ChargePeriodEnd": found["until"],
+        **dict.fromkeys(("ConsumedQuantity", "PricingQuantity"), hours),
+        **dict.fromkeys(("ConsumedUnit", "PricingUnit"), "GPU-Hours"),
         "ListUnitPrice": found["gpu_hour_price"],
-        "PricingQuantity": hours,
-        "PricingUnit": "GPU-Hours",
         "ResourceName": row["model"],
         "ServiceCategory": "AI and Machine Learning",
         "ServiceName": "Sluice",
-        "SubAccountId": row["client"],
-        "SubAccountName": row["client"],
+        **dict.fromkeys(("SubAccountId", "SubAccountName"), row["client"]),
         "Tags": json.dumps({"class": row["class"]}),
         "x_EngineSeconds": row["engine_seconds"],
         "x_KvBlockSeconds": row["kv_block_seconds"],
@@ -134,28 +124,19 @@ def _focus(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print_csv(rows: list[dict[str, Any]]) -> None:
-    if rows:
-        writer = csv.DictWriter(sys.stdout, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def _print(found: dict[str, Any]) -> None:
-    currency = found["currency"]
-    table = Table(
-        *("model", "client", "class", "engine s", "GPU s", "KV block s", "kept", "promised"),
-        *(() if found["gpu_hour_price"] is None else (currency, f"{currency} per kept")),
-    )
-    for row in found["rows"]:
-        numbers = [f"{row[name]:.3f}" for name in _SUMS[:3]]
-        numbers += [f"{row[name]:.0f}" for name in ("kept", "promised")]
-        if row["cost"] is not None:
-            each = row["cost_per_kept"]
-            numbers += [f"{row['cost']:.6f}", "" if each is None else f"{each:.8f}"]
-        table.add_row(*(Text(printable(row[name])) for name in _KEY), *numbers)
-    print_table(table)
-    click.echo(
-        f"engines were busy for {found['busy_seconds']:.3f} s from {found['since']} to "
-        f"{found['until']}"
-    )
+    columns = [*_KEY, "engine s", "GPU s", "KV block s", "promised", "kept"]
+    digits = dict(zip((*_SUMS, *_COSTS), (3, 3, 3, 0, 0, 6, 8), strict=True))
+    if found["gpu_hour_price"] is None:
+        del digits["cost"], digits["cost_per_kept"]
+    else:
+        columns += [found["currency"], f"{found['currency']} per kept"]
+    rows = [
+        [printable(row[name]) for name in _KEY]
+        + ["" if row[name] is None else f"{row[name]:.{most}f}" for name, most in digits.items()]
+        for row in found["rows"]
+    ]
+    print_list(columns, rows)
+    busy_s = sum(row["engine_seconds"] for row in found["rows"])
+    since = f"from {found['since']} to {found['until']}"
+    click.echo(f"engines were busy for {busy_s:.3f} s {since}", err=True)

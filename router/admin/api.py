@@ -132,7 +132,6 @@ class AdminService:
             "since": _iso(now - timedelta(seconds=counted_s)),
             "until": _iso(now),
             **self._price,
-            "busy_seconds": sum(each["busy_seconds"] for each in found.values()),
             "rows": [
                 {"model": model, **row} for model, each in found.items() for row in each["rows"]
             ],
