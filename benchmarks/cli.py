@@ -48,13 +48,16 @@ def list_experiments() -> None:
       sluice bench list
     """
     rows = [(each.name, each.source, each.question) for each in EXPERIMENTS.values()]
-    rows += [(each.name or "", "", each.get_short_help_str(100)) for each in (replay, causes, walk)]
+    rows += [
+        (each.name or "", "", each.get_short_help_str(100))
+        for each in (replay, causes, walk, usage)
+    ]
     print_list(("command", "source", "question"), rows)
 
 
 for _command in (planning, decision, replay, causes, walk, gateway, peers, gpu, usage, batch):
     bench.add_command(_command)
-replay.hidden = causes.hidden = walk.hidden = True
+replay.hidden = causes.hidden = walk.hidden = usage.hidden = True
 
 
 def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Report:

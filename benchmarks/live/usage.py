@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,9 +115,9 @@ def _simulated(seed: int, seconds: float) -> Json:
     return _row(f"seed {seed}", busy_s, by_accounts, used) | {"worst_share": max(errors)}
 
 
-def _by_truth(steps: Sequence[Json], truth: LatencyModel) -> Counter[str]:
+def _by_truth(steps: Sequence[Json], truth: LatencyModel) -> dict[str, float]:
     """Seconds of each tenant, which begins the names of its requests."""
-    found = Counter[str]()
+    found = dict.fromkeys(KINDS, 0.0)
     for step in steps:
         for name, tokens, computed in step["ran"]:
             share_s = truth.work_s(tokens, computed) + truth.fixed_s / len(step["ran"])
@@ -149,7 +148,7 @@ def _real(seconds: float) -> Json:
 
             until(lambda: abs(counted()[0] / counted()[1] - 1) < 1e-4, _PUSHED_S, bench.stop)
             used = {
-                name: metrics(url, **{"class": name}).get("sluice_engine_seconds_total", 0.0)
+                name: metrics(url, 10.0, **{"class": name}).get("sluice_engine_seconds_total", 0.0)
                 for name in (*KINDS, "none")
             }
             return _row("vLLM", counted()[0], sum(used.values()), used)
