@@ -53,7 +53,7 @@ __all__ = [
 LOOP_TIMEOUT_S = 0.25
 """Longest wait for a turn's part of its tool loop, seconds: a request waits for it."""
 
-QUOTE_TIMEOUT_S = 0.25
+QUOTE_TIMEOUT_S = 1.0
 """Longest wait for a quote or an offer, seconds."""
 
 SCRAPE_TIMEOUT_S = 2.0

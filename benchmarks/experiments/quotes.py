@@ -87,7 +87,9 @@ def measure_offers(
     stated = np.ones(len(requests), np.bool_)
     stated[taken] = False
     later = [
-        requests.arrivals[key].slo.columns[0] / made.arrivals[key].slo.columns[0] for key in taken
+        requests.arrivals[key].slo.columns[0] / made.arrivals[key].slo.columns[0]
+        for key in taken
+        if made.arrivals[key].slo.ttft_s is not None
     ]
     return {
         "taken": float(len(taken)),

@@ -278,6 +278,9 @@ def _worth(asked: dict[int, Job], indexes: list[int]) -> float:
     return sum(asked[index].query.slo.priority for index in indexes)
 
 
+MAX_LONGER: Final = 1.1
+"""What takes up a quote may be as many times as long: a prompt's length is an estimate."""
+
 MAX_OFFER_TESTS: Final = 8
 """Most objectives that are tested for an offer, each farther from the stated one."""
 
@@ -474,6 +477,8 @@ class Placer:
         if held is None:
             return self.place(query._replace(takes=0), now_s)
         self._fleet.release(held.keys)
+        if query.prompt_tokens > MAX_LONGER * held.prompt_tokens:  # it is another request
+            return self.place(query._replace(takes=0), now_s)
         row = self._fleet.row_of.get(held.replica_id)
         decision = self.place(query, now_s, row, taken=True)
         if not held.keys:
@@ -490,6 +495,12 @@ class Placer:
         if self.quotes.ends_s <= now_s:
             self._fleet.release(self.quotes.ended_by(now_s))
         turn = self._routing.turn
+        try:
+            return self._quote(query, now_s, hold_s)
+        finally:
+            self._routing.turn = turn  # a quote takes none
+
+    def _quote(self, query: RouteQuery, now_s: float, hold_s: float) -> Quote:
         # As of a cell beside others: it does not count as the start of a first replica.
         asked = self._asked(query._replace(elsewhere=True), now_s)
         if isinstance(asked, RouteDecision):
@@ -509,14 +520,14 @@ class Placer:
                 return Quote(decision, offer=self._offer(query, asked, tested))
         if ttft_s is None:
             chosen = self._choose(job, lambda job, _: int(self._ahead_s(job).argmin()))
-        self._routing.turn = turn
         predicted = self._predicted(job, chosen, second, ttft_s)
         name, row, split = self._fleet.ids[job.rows[chosen]], int(job.rows[chosen]), None
         if second is not None and job.splits[chosen]:
             row, split = second.row, name
         ids, roles = self._fleet.ids, self._fleet.roles
         decision = RouteDecision(ids[row], PLACED, tier, ttft_s, None, roles[row], split)
-        held = Held(query.tenant, now_s + hold_s, name, (query.key, query.prefill_key))
+        tokens = float(query.prompt_tokens)
+        held = Held(query.tenant, now_s + hold_s, tokens, name, (query.key, query.prefill_key))
         holds = hold_s > 0.0 and tier is Tier.GUARANTEED and self.quotes.hold(query.key, held)
         if holds:
             self._place(job, chosen, second, tier, ttft_s)
@@ -558,7 +569,7 @@ class Placer:
             tpot_s if tpot_s is None or tpot_s == stated.tpot_s else tpot_s * slow,
             None if e2e_s is None else e2e_s * slow + late_s,
         )
-        held = Held(query.tenant, now_s + VALID_S, prompt_tokens=float(query.prompt_tokens))
+        held = Held(query.tenant, now_s + VALID_S, float(query.prompt_tokens))
         return Offer(offered, fewer) if self.quotes.hold(query.key, held) else None
 
     def _as_offered(self, query: RouteQuery, now_s: float) -> _Tested | None:

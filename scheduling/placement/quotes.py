@@ -111,9 +111,9 @@ class Held(NamedTuple):
 
     tenant: int
     until_s: float
+    prompt_tokens: float
     replica_id: str = ""
     keys: tuple[int, ...] = ()
-    prompt_tokens: float = 0.0
 
 
 class Ratios:
@@ -242,7 +242,9 @@ class Quotes:
 
     def offered_tokens(self) -> float:
         """Prompt tokens of the offers that are expected to be taken up."""
-        return self.accepted * sum(held.prompt_tokens for held in self._held.values())
+        return self.accepted * sum(
+            held.prompt_tokens for held in self._held.values() if not held.keys
+        )
 
     def was_accepted(self, promised: bool) -> None:
         """An offer was taken up in time, and was promised or not: a test that moves the logarithm

@@ -82,9 +82,9 @@ def test_nothing_grows_without_bound() -> None:
     before = quotes.times_s(CHAT)
     quotes.ended(0, (9.0, 9.0, 9.0))
     assert quotes.times_s(CHAT) == before, "the oldest are forgotten"
-    held = [quotes.hold(key, Held(1, 1.0)) for key in range(MAX_HELD_BY_TENANT + 1)]
+    held = [quotes.hold(key, Held(1, 1.0, 5.0)) for key in range(MAX_HELD_BY_TENANT + 1)]
     assert held == [True] * MAX_HELD_BY_TENANT + [False]
-    assert quotes.hold(10_000, Held(2, 1.0)), "another tenant may"
+    assert quotes.hold(10_000, Held(2, 1.0, 5.0)), "another tenant may"
 
 
 @pytest.mark.parametrize("slo", [EASY, SLO()])
@@ -130,6 +130,14 @@ def test_what_is_held_goes_to_who_has_the_quote_and_to_no_other() -> None:
     assert deciding.place(long(5, takes=1, tenant=5), 0.5).reason == UNATTAINABLE, "once"
 
 
+def test_a_quote_of_a_short_prompt_is_worth_nothing_to_a_long_one() -> None:
+    deciding = placer(full_fleet())
+    assert deciding.quote(query(HARD, key=1, tiers=PROMISED), 0.0).offer is not None
+    longer = query(SLO(ttft_s=60.0), key=2, prompt=2_000, tiers=PROMISED)._replace(takes=1)
+    deciding.place(longer, 0.0)
+    assert deciding.quotes.accepted == 0.5, "it has taken up no offer"
+
+
 def test_what_is_held_ends_in_time() -> None:
     fleet, deciding = held_placer()
     fleet.report("0", report(made_s=1.0), 1.0)
@@ -159,7 +167,7 @@ def test_offers_take_a_bounded_part_of_what_is_promised() -> None:
     fleet = fleet_of(report())
     deciding = placer(fleet)
     taken = query(SLO(ttft_s=60.0), key=1, tiers=PROMISED)._replace(takes=9)
-    deciding.quotes.hold(9, Held(0, 1.0))
+    deciding.quotes.hold(9, Held(0, 1.0, 1_000.0))
     assert deciding.place(taken, 0.0).tier is Tier.GUARANTEED
     refused = deciding.quote(query(HARD, key=2, tiers=PROMISED), 0.0)
     assert refused.decision.reason == UNATTAINABLE
