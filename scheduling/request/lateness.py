@@ -49,20 +49,20 @@ ENGINE: Final = (
 
 _PREDICTED_WAITS: Final = (Cause.PREFILLS, Cause.DECODES, Cause.KV_MEMORY)
 
+_ROUNDING_S: Final = 1e-9
+
 _STALL_RATIO, _STALL_S = 2.0, 0.01
 """A step is stalled if it takes longer than this many times its prediction and this much more."""
 
 
 def split(observed: Parts, allowed: Parts, lateness_s: float) -> dict[Cause, float]:
     """``lateness_s`` by cause, the largest part first; parts of 0 are left out."""
-    excess = {cause: max(0.0, s - allowed.get(cause, 0.0)) for cause, s in observed.items()}
+    excess = {cause: s - allowed.get(cause, 0.0) for cause, s in observed.items()}
+    excess = {cause: s for cause, s in excess.items() if s > _ROUNDING_S}
+    excess = excess or {cause: s for cause, s in observed.items() if s > _ROUNDING_S}
     whole_s = sum(excess.values())
-    if whole_s <= 0.0:
-        excess, whole_s = dict(observed), sum(observed.values())
-    if whole_s <= 0.0:
-        return {Cause.UNKNOWN: lateness_s}
-    found = {cause: lateness_s * (s / whole_s) for cause, s in excess.items() if s > 0.0}
-    return dict(sorted(found.items(), key=lambda part: -part[1]))
+    found = {cause: lateness_s * (s / whole_s) for cause, s in excess.items()}
+    return dict(sorted(found.items(), key=lambda part: -part[1])) or {Cause.UNKNOWN: lateness_s}
 
 
 def allowance(

@@ -392,6 +392,7 @@ async def test_a_promise_is_missed_where_no_replica_answers_in_the_end() -> None
     edge = edge_of(guaranteed(), clock=Clock(), side=FarSide(a=fail(DIED)))
     assert (await post(edge)).status_code >= 500
     assert (promises(edge, "kept"), promises(edge, "missed")) == (0, 1)
+    assert edge.causes("failed") == {"failure": 1}
 
 
 @pytest.mark.parametrize(("pause_s", "outcome"), [(0.1, "kept"), (0.5, "missed")])
@@ -410,6 +411,7 @@ async def test_a_promise_counts_where_another_replica_serves_as_best_effort(
     assert response.headers["x-sluice-admission"] == "best-effort"
     other = {"kept": "missed", "missed": "kept"}[outcome]
     assert (promises(edge, outcome), promises(edge, other)) == (1, 0)
+    assert edge.causes("ttft") == ({"failure": 1} if outcome == "missed" else {})
 
 
 @pytest.mark.parametrize(
@@ -437,6 +439,8 @@ async def test_a_promise_is_missed_where_the_client_leaves_after_the_deadline(
         client.leave()
     await asyncio.wait([client.task])
     assert (promises(edge, "kept"), promises(edge, "missed")) == (0, missed)
+    objective = "e2e" if slo else "ttft"
+    assert edge.causes(objective) == ({"unknown": 1} if missed else {})
 
 
 async def test_a_promise_is_kept_where_the_client_leaves_after_its_first_token() -> None:
