@@ -106,6 +106,9 @@ class _System:
         async for _ in self.engines["a"].generate(request):
             pass
 
+    async def quote(self, *_: Any) -> None:
+        pass
+
     def ended(self, ending: RequestEnding) -> None:
         self.endings.append(ending)
 

@@ -142,7 +142,7 @@ class StepTimeline:
         stalled = empty | (spans > _STALL_RATIO * predicted + _STALL_S)
         usual = np.where(stalled, np.where(empty, 0.0, np.minimum(predicted, spans)), spans)
         found[Cause.ENGINE_STALL] += float((spans - usual).sum())
-        prefilling = usual * prefill_s / np.where(empty, 1.0, prefill_s + decode_s)
+        prefilling = usual * (prefill_s / np.where(empty, 1.0, prefill_s + decode_s))
         waits = (prefill_s <= 0.0) & (rows[:, _FREE] < blocks)
         found[Cause.KV_MEMORY] += float(usual[waits].sum())
         found[Cause.DECODES] += float((usual - prefilling)[~waits].sum())

@@ -29,6 +29,12 @@ def engine(model, tmp_path_factory):
         num_gpu_blocks_override=BLOCKS,
         enable_prefix_caching=False,
     )
+    # Any step of a busy machine is shorter than this, but for one that waits.
+    started.table.set_model(LinearLatency(0.2, 0.0005))
+    started.scheduler._local._learn = lambda *_: None
+    warm_up = Served(started, "warm-up")
+    warm_up.add("x", 500, 3, TTFT)
+    warm_up.late()
     yield started
     started.close()
 
@@ -39,8 +45,6 @@ class Served:
     def __init__(self, engine, number):
         self.engine, self.vllm = engine, engine.llm.llm_engine
         self.number, self.chance = number, random.Random(number)
-        # Any step of this machine is shorter, but for one that waits; nothing is learned yet.
-        engine.table.set_model(LinearLatency(0.2, 0.0005))
 
     def add(self, name, length, output, slo=None, came_s=0.0, waited_s=0.0):
         from vllm import SamplingParams
@@ -114,7 +118,7 @@ def test_a_stalled_step(engine, seed):
     served = Served(engine, f"stall-{seed}")
     served.add("x", 40, 2, TTFT)
     executor = engine.llm.llm_engine.engine_core.engine_core.model_executor
-    run, waits = executor.execute_model, [1.0]
+    run, waits = executor.execute_model, [1.5]
 
     def slowly(*args, **kwargs):
         time.sleep(waits.pop() if waits else 0.0)
