@@ -86,6 +86,7 @@ def call_of(arrival: Arrival) -> Any:
         model="local",
         received_s=arrival.arrival_s,
         clamped={},
+        degraded={},
     )
 
 
