@@ -86,6 +86,8 @@ def make_api(
     for path in INFERENCE_PATHS:
         # For its methods: the middleware has a POST served.
         api.router.routes.append(Route(path, calls.serve, methods=["POST"]))
+    quotes = Quotes(config, fleets, calls.reader)
+    api.router.routes.append(Route(wire.QUOTE_PATH, quotes.serve, methods=["POST"]))
     has_page = access.admin.on and admin_service is not None
     api.include_router(_model_routes(fleets))
     api.include_router(_status_routes(config, fleets, page, has_page))
@@ -106,7 +108,7 @@ def make_api(
         telemetry=telemetry,
         shedder=shedder,
         serve=calls.serve,
-        quote=Quotes(config, fleets, calls.reader).serve,
+        quote=quotes.serve,
         clock=fleets.clock,
         pause=pause,
     )

@@ -563,10 +563,10 @@ class Placer:
                     break
         ttft_s, tpot_s, e2e_s = slo.times_s
         margin = self.quotes.margin
-        late_s, slow = margin * VALID_S, 1.0 + OFFER_STEP * min(margin, 1.0)
+        late_s, slow = margin * VALID_S, 1.0 + OFFER_STEP * min(margin, 2.0)
         offered = (
             None if ttft_s is None else ttft_s + late_s,
-            tpot_s if tpot_s is None or tpot_s == stated.tpot_s else tpot_s * slow,
+            None if tpot_s is None else tpot_s * slow,
             None if e2e_s is None else e2e_s * slow + late_s,
         )
         held = Held(query.tenant, now_s + VALID_S, float(query.prompt_tokens))

@@ -167,7 +167,7 @@ class Quotes:
         """From when on the prediction of another request is wanted."""
         self.ends_s = inf
         """When the next of what is held ends."""
-        self.margin = 1.0
+        self.margin = 2.0
         """How many times ``VALID_S`` an offer is later than what could be promised at once."""
         self.accepted = 0.5
         """Share of the offers that are taken up."""

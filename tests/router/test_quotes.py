@@ -79,7 +79,7 @@ async def test_a_session_from_quote_to_accepted_offer(client: httpx.AsyncClient)
     assert refused.status_code == 429
     offer = refused.json()["error"]["offer"]
     assert offer["ttft_ms"] > 1
-    assert offer["takes"] == ["later"]
+    assert offer["takes"] == ["later", "slower"]
     assert offer["expires_ms"] == 1_000
     for name, header in wire.OFFER_HEADERS.items():
         assert float(refused.headers.get(header, 0)) == offer.get(name, 0)
