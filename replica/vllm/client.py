@@ -461,7 +461,7 @@ def _later_part(sampling_params: Any) -> Any:
     if slo.e2e_s is not None:
         left_s = max(0.001, slo.e2e_s - (now_s - args.arrival_s))
         slo = msgspec.structs.replace(slo, e2e_s=left_s)
-    own = to_xargs(args._replace(arrival_s=now_s, slo=slo))
+    own = to_xargs(args._replace(arrival_s=now_s, waited_s=0.0, slo=slo))
     sampling_params = copy(sampling_params)  # the parts share it
     sampling_params.extra_args = {**sampling_params.extra_args, **own}
     return sampling_params
