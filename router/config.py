@@ -539,6 +539,11 @@ class RouterConfig(BaseModel):
         "in addition to one per five requests. About the number of requests that a model replica "
         "serves at once: when it dies, all of these are retried.",
     )
+    announce_misses: Literal["comment", "event", "off"] = Field(
+        default="comment",
+        description="How a stream says that its guarantee is going to be missed: `comment`: an SSE "
+        "comment, which clients ignore; `event`: an SSE event `sluice.late`; `off`: not at all.",
+    )
     batches: BatchesConfig = Field(
         default_factory=BatchesConfig, description="OpenAI's files and batches."
     )

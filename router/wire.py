@@ -168,6 +168,9 @@ CLAMPED_HEADER: Final = "x-sluice-clamped"
 DEGRADED_HEADER: Final = "x-sluice-degraded"
 """Response: what was applied of the alternatives that the class accepts: ``max_tokens=512``."""
 
+LATE_HEADER: Final = "x-sluice-late"
+"""Response: the promised objective that is going to be missed, if that is known by then."""
+
 SHOULD_RETRY_HEADER: Final = "x-should-retry"
 """Response: ``false`` if a retry is useless; OpenAI's clients retry 409, 429, 5xx otherwise."""
 
@@ -220,6 +223,7 @@ RESPONSE_HEADERS: Final = (
     LOOP_ADMISSION_HEADER,
     CLAMPED_HEADER,
     DEGRADED_HEADER,
+    LATE_HEADER,
     SESSION_HEADER,
     REPLICA_HEADER,
     PREFILL_REPLICA_HEADER,

@@ -524,8 +524,32 @@ class Cluster:
             for query in queries:
                 self._requests.quoted[query.key] = self._mirror.quote(query, now_s).times_s
         for index, row in self._mirror.order(queries, now_s):
-            placed = self._mirror.place(queries[index], now_s, row)
-            self._placed(undecided[index], queries[index], placed)
+            self._placed(undecided[index], *self._decided(queries[index], now_s, row))
+
+    def _decided(
+        self, query: RouteQuery, now_s: float, row: int | None
+    ) -> tuple[RouteQuery, RouteDecision]:
+        """The query, or with the first alternative of its class that can be promised if it cannot
+        be as it is, and the decision."""
+        requests, key = self._requests, query.key
+        accepts = self._config.accepts.get(query.slo.service_class, ())
+        if not accepts or requests.begun(key) or requests.arrivals[key].stages:
+            return query, self._mirror.place(query, now_s, row)
+        for less in (None, *accepts):
+            asked, tokens = query, requests.arrivals[key].output_tokens
+            if less is not None:
+                tokens = min(tokens, less.max_tokens or tokens)
+                ttft_s, tpot_s, e2e_s = query.slo.times_s
+                times_s = ttft_s and max(ttft_s, less.ttft_s), tpot_s and max(tpot_s, less.tpot_s)
+                slo = replace(query.slo, ttft_s=times_s[0], tpot_s=times_s[1], e2e_s=e2e_s)
+                asked = query._replace(slo=slo, output_tokens=tokens if less.max_tokens else 0)
+            only = asked._replace(elsewhere=True, tiers=frozenset({Tier.GUARANTEED}))
+            placed = self._mirror.place(only, now_s)
+            if placed.tier is Tier.GUARANTEED:
+                if less is not None:
+                    requests.degrade(key, asked.slo, tokens)
+                return asked, placed
+        return query, self._mirror.place(query, now_s, row)
 
     def _placed(self, key: int, query: RouteQuery, placed: RouteDecision) -> None:
         """Send a request to the replica that the router chose; without one it waits."""

@@ -73,6 +73,14 @@ class LoopDeadline(_Config):
     idle_s: Interval = IDLE_S
 
 
+class Accepted(NamedTuple):
+    """An alternative that a class accepts: fewer output tokens, and longer times, seconds."""
+
+    max_tokens: int | None = None
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+
+
 WhenUnattainable = Literal["best_effort", "reject", "queue"]
 
 
@@ -100,6 +108,9 @@ class ClusterConfig(_Config):
     when_unattainable: dict[str, WhenUnattainable] = Field(default_factory=dict)
     """By service class, what happens to a request that no replica can promise; default: best
     effort."""
+    accepts: dict[str, tuple[Accepted, ...]] = Field(default_factory=dict)
+    """By service class, what is tried before that: see ``accepts`` of a class in the router's
+    configuration."""
     loops: dict[str, LoopDeadline] = Field(default_factory=dict)
     """By service class, the deadline of its loops."""
     promise_level: Annotated[float, Field(gt=0, lt=1)] | None = 0.99

@@ -83,7 +83,7 @@ def stages(requests: Requests) -> Stages:
         requests.stage_request,
         start_s,
         ttft_s,
-        emitted_s[offsets[1:] - 1] - start_s,
+        emitted_s[first + requests.stage_tokens - 1] - start_s,
         _tpots(requests, start_s, emitted),
         emitted,
         complete,
@@ -100,7 +100,7 @@ def _tpots(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetri
     if not len(times):
         return {metric: np.empty(0) for metric in TPOTMetric}
     first = offsets[:-1]
-    stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
+    stage = np.repeat(np.arange(len(first)), np.diff(offsets))
     index = np.arange(len(times)) - first[stage]
     some = emitted >= 2
     last = first + np.maximum(emitted, 1) - 1
@@ -199,7 +199,7 @@ def workload_weights(workload: Workload) -> GainWeights:
 def deadline_gain(requests: Requests, measured: Stages, weights: GainWeights | None = None) -> Gain:
     """ProServe Eq. 3: the weight of each token before its deadline, times the priority."""
     of_token = token_gain(requests, measured, weights)
-    owner = np.repeat(requests.stage_request, requests.stage_tokens)
+    owner = np.repeat(requests.stage_request, np.diff(requests.offsets))
     gain, ideal = (
         np.bincount(owner, each, len(requests)).astype(np.float64)
         for each in (of_token.gain, of_token.ideal)
@@ -212,7 +212,7 @@ def token_gain(requests: Requests, measured: Stages, weights: GainWeights | None
     weights = weights or workload_weights(requests.workload)
     times, offsets = requests.emitted_s, requests.offsets
     first = offsets[:-1]
-    stage = np.repeat(np.arange(len(first)), requests.stage_tokens)
+    stage = np.repeat(np.arange(len(first)), np.diff(offsets))
     index = np.arange(len(times)) - first[stage]
     priority = column(requests, 3)
     worth = np.where(index == 0, weights.first, weights.later) * priority[stage]

@@ -19,7 +19,7 @@ from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSam
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.output_lengths import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
-from sluice.scheduling.request.objective import SLO, GainWeights
+from sluice.scheduling.request.objective import GainWeights
 from sluice.scheduling.roles import Role
 from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
@@ -234,8 +234,8 @@ def run_cluster(
     """One run behind a router; ``seed`` is of noise, lost reports and randomized routers."""
     local, name = system.local, system.admission
     options = system.admission_options
-    # Workloads name no service class: all requests are of the usual one.
-    when = {SLO().service_class: system.unattainable}
+    classes = {each.slo.service_class for each in workload.arrivals}
+    when = dict.fromkeys(classes, system.unattainable)
     result = simulate_cluster(
         workload,
         lambda role: local_policy(local, workload, role),
@@ -299,7 +299,7 @@ def _phases(requests: Requests, measured: Stages) -> dict[str, float]:
     later = np.ones(len(requests.emitted_s), np.bool_)
     later[requests.offsets[:-1]] = False
     gaps_s = np.diff(requests.emitted_s, prepend=nan)[later]
-    in_time = gaps_s <= np.repeat(column(requests, 1), requests.stage_tokens)[later]
+    in_time = gaps_s <= np.repeat(column(requests, 1), np.diff(requests.offsets))[later]
     return {
         "ttft_met": float((measured.ttft_s <= column(requests, 0)).mean()),
         "tbt_met": float(in_time.mean()) if len(in_time) else nan,

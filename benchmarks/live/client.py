@@ -86,6 +86,8 @@ class AnswerCheck:
         """Events so far that had text."""
         self.first_chunks = 0
         """Events with text of the first choice."""
+        self.announced = False
+        """Whether the stream has said that its promise is going to be missed."""
 
     def feed(self, data: bytes) -> None:
         """Check bytes of a stream; raises :class:`WrongAnswerError` or :class:`StatedError`."""
@@ -111,6 +113,9 @@ class AnswerCheck:
     def _take(self, event: bytes) -> None:
         if self._done:
             raise WrongAnswerError("more after the end mark")
+        if event.startswith(b": "):  # a comment
+            self.announced = True
+            return
         if not event.startswith(b"data: ") or b"\n" in event:
             raise WrongAnswerError("not an event")
         if event[6:] == _DONE.encode():
@@ -228,6 +233,7 @@ class Outcome:
     tpot_s: float | None = None
     worst_tpot_s: float | None = None
     gap_s: float = 0.0
+    announced_s: float | None = None
 
     @property
     def met(self) -> tuple[bool, ...]:
@@ -378,6 +384,8 @@ class _Request:
                 predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)
                 if predicted_ms is not None:
                     outcome.predicted_ttft_s = float(predicted_ms) / 1e3
+                if wire.DEGRADED_HEADER in response.headers:
+                    outcome.slo = _promised(outcome.slo, response.headers)
                 if response.status != 200:
                     _refused(outcome, response.status, await response.content.read(_ERROR_BYTES))
                 elif body.get("stream"):
@@ -404,6 +412,8 @@ class _Request:
             if outcome.ttft_s is not None:
                 outcome.gap_s = max(outcome.gap_s, last_s - before_s)
             check.feed(data)
+            if check.announced and outcome.announced_s is None:
+                outcome.announced_s = last_s - sent_s
             new = check.first_chunks - meter.tokens
             meter.emit(new, last_s)
             worst.emit(new, last_s)
@@ -434,6 +444,13 @@ class _Request:
         outcome = self._outcome
         outcome.end, outcome.reason = End.ANSWERED, ""
         outcome.ttft_s, outcome.tpot_s = ttft_s, tpot_s
+
+
+def _promised(slo: SLO, headers: Mapping[str, str]) -> SLO:
+    """The objective that is promised in place of ``slo``, which counts from then on."""
+    names = wire.PROMISED_TTFT_HEADER, wire.PROMISED_TPOT_HEADER, wire.PROMISED_E2E_HEADER
+    found = [headers.get(name) for name in names]
+    return slo.with_times([None if each is None else float(each) / 1e3 for each in found])
 
 
 def _refused(outcome: Outcome, status: int, body: bytes) -> None:

@@ -14,6 +14,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from sluice.benchmarks.experiments.kinds import BURSTS as BURSTS
+from sluice.benchmarks.experiments.kinds import IDLE_TIMES as IDLE_TIMES
+from sluice.benchmarks.experiments.kinds import KINDS as KINDS
+from sluice.benchmarks.experiments.kinds import SHARED_TOKENS as SHARED_TOKENS
+from sluice.benchmarks.experiments.kinds import Kind as Kind
+from sluice.benchmarks.experiments.kinds import generated as generated
 from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
@@ -22,25 +28,6 @@ from sluice.simulation.mixes import MIXES, Mix, workload
 from sluice.simulation.traces import TraceError, load, trace_files
 from sluice.simulation.workload import Arrival, Workload, stretched, thinned, window
 
-
-class Kind(NamedTuple):
-    """Requests of one service class: share, ranges of lengths, and number of common prompts."""
-
-    share: float
-    prompt_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-    common: int = 0
-
-
-KINDS: Final = {
-    "chat": Kind(0.6, (160, 640), (16, 128), common=8),
-    "code": Kind(0.25, (256, 2_048), (8, 64)),
-    "document": Kind(0.15, (1_024, 4_096), (16, 128)),
-}
-
-IDLE_TIMES: Final = {"chat": (5.0, 5.0), "code": (5.0, 10.0), "document": (10.0, 10.0)}
-"""Objectives as multiples of an idle engine's TTFT and TPOT, after SLOs-Serve Table 3."""
-
 _PUBLISHED: Final = sorted(
     (each.slo for mix in MIXES.values() for each in mix.classes), key=lambda slo: slo.columns[0]
 )
@@ -48,17 +35,11 @@ _PUBLISHED: Final = sorted(
 LONGEST: Final = max(kind.prompt_tokens[1] + kind.output_tokens[1] for kind in KINDS.values())
 """Tokens of the longest generated request."""
 
-SHARED_TOKENS: Final = 128
-"""Tokens of a common prompt, a block of vLLM's on CPUs."""
-
 SLACK: Final = 5.0
 """Of published objectives that an idle engine misses: the tightest, as a multiple of its time."""
 
 MIX_REQUESTS: Final = 50_000
 """Requests drawn of a published mix."""
-
-BURSTS: Final = 2.0
-"""Standard deviation over mean of the gaps between bursty arrivals."""
 
 _ALONE = 5
 WORDS: Final = """
@@ -139,20 +120,6 @@ GENERATED: Final = {
 
 PATTERNS: Final = (*GENERATED, *MIXES)
 """Names of those that need no trace."""
-
-
-def generated(seed: int, kinds: Mapping[str, Kind] = KINDS) -> Iterator[Arrival]:
-    """Requests of ``kinds`` without end, at time 0; each names its kind as its task."""
-    chance = Random(seed)
-    names, shares = list(kinds), [kind.share for kind in kinds.values()]
-    while True:
-        (name,) = chance.choices(names, shares)
-        kind = kinds[name]
-        prompt, output = (
-            chance.randint(*span) for span in (kind.prompt_tokens, kind.output_tokens)
-        )
-        shared = (chance.randrange(kind.common),) if kind.common else ()
-        yield Arrival(0.0, prompt, output, SLO(service_class=name), name, shared)
 
 
 def kind_of(prompt_tokens: int) -> str:

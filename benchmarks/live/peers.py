@@ -21,6 +21,7 @@ import msgspec
 import psutil
 from rich.table import Table
 
+from sluice.benchmarks.experiments.consent import TPOT_TIMES, TTFT_TIMES
 from sluice.benchmarks.experiments.grid import grouped
 from sluice.benchmarks.live import mix
 from sluice.benchmarks.live import systems as live
@@ -54,7 +55,7 @@ from sluice.benchmarks.report import Chart, Point, draw, require_matplotlib
 from sluice.controller.config import NO_ADMISSION
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
-from sluice.router.config import ServiceClass
+from sluice.router.config import Alternative, ServiceClass
 from sluice.scheduling.request.objective import SLO
 from sluice.telemetry.records import whole_lines
 
@@ -172,6 +173,17 @@ def _sluice(engine: Json, controller: Json, setting: Setting) -> Start:
     return sluice("sluice", lambda _, port: sluice_config(engine, controller, setting, port))
 
 
+def _accepting(engine: Json, controller: Json, setting: Setting) -> Start:
+    """Sluice where each class accepts times that are longer as in ``sluice bench accepts``."""
+    classes = {}
+    for name, each in setting.classes.items():
+        longer = Alternative(
+            ttft_ms=TTFT_TIMES * (each.ttft_ms or 1.0), tpot_ms=TPOT_TIMES * (each.tpot_ms or 1.0)
+        )
+        classes[name] = each.model_copy(update={"accepts": (longer,)})
+    return _sluice(engine, controller, setting._replace(classes=classes))
+
+
 def sluice_config(engine: Json, controller: Json, setting: Setting, port: int) -> Json:
     """The configuration of Sluice with these fields of its engine and controller."""
     model = {"model": setting.model, "served_model_name": MODEL, "vllm_args": setting.args}
@@ -222,6 +234,7 @@ SYSTEMS: Final[dict[str, Peer]] = {
     "serve-llm": Peer("Ray Serve LLM, power of two", partial(_serve_llm, False)),
     "serve-llm-prefix": Peer("Ray Serve LLM, prefix-aware", partial(_serve_llm, True)),
     "sluice": Peer("Sluice with its defaults", partial(_sluice, {}, {})),
+    "sluice-accepts": Peer("Sluice, classes accept longer times", partial(_accepting, {}, {})),
     "sluice-proserve": _paper("slidebatching", "go_routing"),
     "sluice-fairbatching": _paper("fairbatching", "pab", "pab"),
     "sluice-slos-serve": _paper("slos_serve", "slos_serve", "slos_serve"),

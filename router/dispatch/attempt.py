@@ -29,7 +29,7 @@ from sluice.router.metrics.instruments import MoveReason
 from sluice.router.request.call import Call
 from sluice.router.serve.contract import ReplicaFailedError, ReplicaStream
 from sluice.scheduling.request.job import RouteDecision, Tier
-from sluice.scheduling.request.objective import TokenClock
+from sluice.scheduling.request.objective import Objective, TokenClock
 from sluice.scheduling.roles import Role
 from sluice.telemetry.tracing import Span
 
@@ -346,6 +346,24 @@ class Waits:
 
 
 @dataclass(slots=True, eq=False)
+class Announcement:
+    """What is known of a promised stream that may have to say that it will be late.
+
+    ``best_s``: shortest time per token between two looks, of which the last found ``tokens``, the
+    last one at ``at_s``. ``timer``: of its first token."""
+
+    said: bool = False
+    best_s: float = inf
+    tokens: int = 0
+    at_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+Say = Callable[[Objective, "Answer", "Attempt"], None]
+"""Tells the client which objective is going to be missed."""
+
+
+@dataclass(slots=True, eq=False)
 class Answer:
     """The state of a call over its attempts. It is open once an attempt is.
 
@@ -356,7 +374,8 @@ class Answer:
     ``promises``: counts also those whose replica failed. ``blame``: the failure if the call is
     blamed for lost replicas. ``moved``: the call has left a replica that would miss its TTFT, at
     most once. ``decided``: on its first attempt, before it was opened. ``left``: replicas that the
-    running stream has left. ``tier``: best effort also without admission control."""
+    running stream has left. ``say``: ``None`` if it cannot announce anything. ``tier``: best effort
+    also without admission control."""
 
     call: Call
     suspicion: SuspicionState
@@ -379,6 +398,8 @@ class Answer:
     move_reason: MoveReason | None = None
     left: list[str] = field(default_factory=list)
     left_s: float = -inf
+    say: Say | None = None
+    announcement: Announcement | None = None
     waits: Waits = field(default_factory=Waits)
     head: ResponseHead = _NO_HEAD
     decision: RouteDecision = _NO_DECISION

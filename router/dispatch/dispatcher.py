@@ -18,6 +18,7 @@ from sluice.protocol.messages import LateNotice, RequestEnding
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, request_key
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.access_log import Telemetry
+from sluice.router.dispatch.announcements import Announcements
 from sluice.router.dispatch.attempt import (
     NOT_RESUMED,
     Answer,
@@ -25,6 +26,7 @@ from sluice.router.dispatch.attempt import (
     MovedError,
     OpenAttempts,
     Piece,
+    Say,
     SuspicionState,
     Transcript,
     name_of,
@@ -97,6 +99,8 @@ class Dispatcher:
         transfers_kv: bool = False,
     ) -> None:
         self.clock = clock
+        self.announces = config.announce_misses
+        """How streams say that their promise is going to be missed, see the configuration."""
         self._controller = controller
         self._replicas = replicas
         self._metrics = metrics
@@ -110,8 +114,16 @@ class Dispatcher:
         self._watch: asyncio.Task[None] | None = None
         # These read the open attempts, and may abandon one.
         self._suspicion = Suspicion(self._attempts, metrics, clock)
+        self._announcements = Announcements(self._attempts, clock)
         self._stalls = StallDetector(
-            self._attempts, replicas, controller, budget, metrics, config.stall_after_s, clock
+            self._attempts,
+            replicas,
+            controller,
+            budget,
+            metrics,
+            config.stall_after_s,
+            clock,
+            self._announcements.look,
         )
         placements = self._placements
         Moves(self._attempts, controller, placements, clock)
@@ -145,17 +157,20 @@ class Dispatcher:
         fetches: bool = False,
         clock: TokenClock | None = None,
         decision: RouteDecision | None = None,
+        say: Say | None = None,
     ) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail; always :meth:`close` the
         answer.
 
         ``fetches``: the client's side can fetch a stream from the replica. ``decision``: of
-        :meth:`promised`, for the first attempt. Cancelling stops the attempt. Raises ApiError: the
+        :meth:`promised`, for the first attempt. ``say``: tells the client which objective will be
+        missed. Cancelling stops the attempt. Raises ApiError: the
         last attempt's error, a refused SLO, or quarantine."""
         case = self._suspicion.open(call) if self._suspicion.contents else SuspicionState()
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
+        answer.say = say
         if decision is not None:
             answer.decided = decision
             answer.waits.asked_s = answer.waits.decided_s = self.clock()
@@ -252,7 +267,8 @@ class Dispatcher:
                 failed = outcome not in (Outcome.OK, Outcome.CANCELLED)
                 predicted_s = answer.decision.predicted_ttft_s
                 moved, client = answer.moved, call.client.name
-                kept = admission.ended(figures, predicted_s, failed, moved, client)
+                said = answer.announcement is not None and answer.announcement.said
+                kept = admission.ended(figures, predicted_s, failed, moved, client, said)
         if call.scheduled:
             computed = (figures.prompt or 0) - (figures.cached or 0) + figures.generated
             self._placements.ended(call, computed)

@@ -12,10 +12,10 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from sluice.protocol.requests import EVENT_STREAM, Endpoint
+from sluice.protocol.requests import ANTHROPIC, EVENT_STREAM, Endpoint, ResponseHead
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
-from sluice.router.dispatch.attempt import Answer, Piece
+from sluice.router.dispatch.attempt import Answer, Attempt, Piece
 from sluice.router.dispatch.degrade import Placed
 from sluice.router.dispatch.dispatcher import STALLED_READER_S, Dispatcher
 from sluice.router.errors import ApiError, Reason
@@ -25,7 +25,7 @@ from sluice.router.serve.contract import ReplicaFailedError, StalledReaderError
 from sluice.router.tenancy.limits import NO_CHARGE
 from sluice.router.wire import STOP_MESSAGE
 from sluice.scheduling.request.job import Tier
-from sluice.scheduling.request.objective import clock_of
+from sluice.scheduling.request.objective import OBJECTIVES, Objective, clock_of
 
 # Watches the client of a response: it may leave, or stop reading.
 
@@ -182,13 +182,16 @@ class CallResponse(Response):
         self._error: ApiError | None = None
         self._clock = clock_of(call.slo, call.received_s)
         self._answer: Answer | None = None
+        self._begun = False
+        """Whether the head of a stream was sent."""
+        self._note: asyncio.Task[None] | None = None
         self._last = b""
         """The end of a stream, which leaves in one write with the end of the answer."""
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer over ASGI."""
-        outcome = Outcome.FAILED
+        outcome, self._send = Outcome.FAILED, send
         try:
             with TimeoutSend(send, STALLED_READER_S) as timed_send:
                 outcome = await self._serve(scope, receive, timed_send)
@@ -203,7 +206,10 @@ class CallResponse(Response):
             raise
         finally:
             answer, call = self._answer, self._call
+            if self._note is not None:
+                self._note.cancel()
             if answer is not None:
+                answer.say = None  # or they would refer to each other
                 self._dispatcher.close(answer)
             error = self._error.reason if self._error is not None else None
             self._dispatcher.ended(call, self._clock, outcome, error, answer, self._telemetry)
@@ -235,7 +241,9 @@ class CallResponse(Response):
                         model.metrics,
                     )
                     self._clock = clock_of(call.slo, call.received_s)
-                open_ = self._dispatcher.open(call, self._fetches, self._clock, decision)
+                silent = self._fetches or self._dispatcher.announces == "off"
+                say = None if silent or not call.body.get("stream") else self._announce
+                open_ = self._dispatcher.open(call, self._fetches, self._clock, decision, say)
                 answer = self._answer = await open_
             except ApiError as failure:
                 error = failure
@@ -251,26 +259,65 @@ class CallResponse(Response):
         if answer is None:
             assert error is not None
             self._metrics.admission.refused(error.reason, call.slo.service_class)
+            if self._begun:
+                await self._end_with(error.event(call.endpoint), send)
+                return Outcome.FAILED
             await error.response(call.endpoint, self._own_headers(None))(scope, receive, send)
             return Outcome.of_status(error.reason.status)
         if not streams:
             return await self._whole(answer, scope, receive, send)
-        last = self._last if error is None else error.event(call.endpoint)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._end_with(self._last if error is None else error.event(call.endpoint), send)
         return Outcome.OK if error is None else Outcome.FAILED
 
-    async def _stream(self, answer: Answer, send: TimeoutSend, scope: Scope) -> ApiError | None:
-        """Forward the pieces of an event stream. Returns the error that broke it, if one did."""
-        call, head = self._call, answer.head
+    def _announce(self, objective: Objective, answer: Answer, attempt: Attempt) -> None:
+        """Tell the client that an objective is going to be missed, with the head if need be."""
+        early = not self._begun
+        if early and not answer.opened:
+            answer.head = ResponseHead(200, EVENT_STREAM, attempt.place or "")
+            answer.decision, answer.tier = attempt.decision, Tier.GUARANTEED
+        stated_s = dict(zip(OBJECTIVES, self._call.slo.times_s, strict=True))[objective] or 0.0
+        said = {"objective": objective, "promised_ms": round(1000 * stated_s, 3)}
+        note = b": sluice.late " + json.dumps(said).encode()
+        if self._dispatcher.announces == "event":
+            # Clients of OpenAI's read it as a chunk without a choice, as that of the usage is.
+            event = json.dumps({"object": "sluice.late", "choices": [], "late": said})
+            note = b"event: sluice.late\ndata: " + event.encode()
+        self._begun = True
+        start = self._head_of(answer, objective) if early else None
+        self._note = asyncio.create_task(self._send_note(start, note + b"\n\n"), name="late")
+
+    async def _send_note(self, start: Message | None, note: bytes) -> None:
+        if start is not None:
+            await self._send(start)
+        await self._send({"type": "http.response.body", "body": note, "more_body": True})
+
+    async def _end_with(self, last: bytes, send: Send) -> None:
+        """End a stream with these events."""
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _head_of(self, answer: Answer, late: str = "") -> Message:
+        """The head of a stream; ``late``: the objective that is known to be missed by then."""
         headers = self._own_headers(answer) | {
             "content-type": f"{EVENT_STREAM}; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
-        if head.fetch:
-            headers[wire.STREAM_HEADER] = head.fetch
+        if answer.head.fetch:
+            headers[wire.STREAM_HEADER] = answer.head.fetch
+        if late:
+            headers[wire.LATE_HEADER] = late
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": head.status, "headers": raw})
+        return {"type": "http.response.start", "status": answer.head.status, "headers": raw}
+
+    async def _stream(self, answer: Answer, send: TimeoutSend, scope: Scope) -> ApiError | None:
+        """Forward the pieces of an event stream. Returns the error that broke it, if one did."""
+        call = self._call
+        if self._begun:
+            if self._note is not None:
+                await asyncio.wait([self._note])
+        else:
+            self._begun = True
+            await send(self._head_of(answer))
         observe_gap = self._metrics.usage.gap(call.slo.service_class)
         write: Callable[[bytes], bool] | None = scope.get("state", {}).pop(wire.FORWARD, None)
 
@@ -317,6 +364,10 @@ class CallResponse(Response):
         """Send a complete response."""
         call, head, tail = self._call, answer.head, answer.tail
         body = b"".join([piece.data async for piece in self._dispatcher.pieces(answer)])
+        if self._begun:  # a refusal, of a stream that has begun with an announcement
+            event = b"event: error\n" if call.endpoint in ANTHROPIC else b""
+            await self._end_with(event + b"data: " + body + b"\n\n", send)
+            return Outcome.of_status(head.status)
         if head.status < 400:
             if tail is not None:
                 reached_s = call.received_s + answer.waited_s

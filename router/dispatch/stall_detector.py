@@ -81,7 +81,7 @@ class _Suspect:
 @dataclass
 class StallDetector:
     """Watches a model's open attempts on its event loop. ``after_s``: silence before a probe, s.
-    ``hung``: when each replica was last found to be unresponsive."""
+    ``hung``: when each replica was last found to be unresponsive. ``look``: called as often."""
 
     attempts: OpenAttempts
     replicas: Replicas
@@ -90,6 +90,7 @@ class StallDetector:
     metrics: RouterMetrics
     after_s: float
     clock: Callable[[], float]
+    look: Callable[[], None]
     suspects: dict[str, _Suspect] = field(default_factory=dict)
     hung: dict[str, float] = field(default_factory=dict)
     swept_s: float = inf
@@ -100,6 +101,7 @@ class StallDetector:
         while self.attempts:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
+            self.look()
 
     def sweep(self) -> None:
         """Check all attempts, and probe the replicas of silent ones. ``O(open attempts)``."""

@@ -226,6 +226,12 @@ class AdmissionMetrics:
             "class",
             "outcome",
         )
+        self._announced = make.counters(
+            "sluice_promises_announced",
+            "Of these, streams that had said that they were going to miss their SLO.",
+            "class",
+            "outcome",
+        )
         self.degraded = make.counters(
             "sluice_degraded",
             "Requests that were promised with less than they asked for, which their class accepts, "
@@ -308,9 +314,11 @@ class AdmissionMetrics:
         failed: bool,
         moved: bool = False,
         client: str = UNNAMED,
+        announced: bool = False,
     ) -> bool | None:
         """Count a promised request that ended, and return whether its SLO was met; ``None``: its
-        client left without a token before the deadlines. ``moved``: it left a late replica."""
+        client left without a token before the deadlines. ``moved``: it left a late replica;
+        ``announced``: it had said that it would be late."""
         slo, ttft_s, missed = figures.slo, figures.ttft_s, figures.missed
         service_class = slo.service_class
         if ttft_s is not None and predicted_ttft_s is not None and predicted_ttft_s > 0:
@@ -327,6 +335,8 @@ class AdmissionMetrics:
         self._client_promises(self._clients.label(client), service_class, outcome).inc()
         if moved:
             self._moved(service_class, outcome).inc()
+        if announced:
+            self._announced(service_class, outcome).inc()
         unknown = {Cause.FAILURE if failed else Cause.UNKNOWN: 0.0}
         for objective in missed:
             cause = next(iter(figures.late.get(objective, unknown)))

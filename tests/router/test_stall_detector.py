@@ -420,7 +420,7 @@ class Watched(StallDetector):
     def __init__(self, script: Script, budget: RetryBudget, clock: Callable[[], float]) -> None:
         self.attempts: OpenAttempts = {}
         self._watching: asyncio.Task[None] | None = None
-        rest: Any = (script, script, budget, RouterMetrics(), AFTER_S, clock)
+        rest: Any = (script, script, budget, RouterMetrics(), AFTER_S, clock, lambda: None)
         super().__init__(self.attempts, *rest)
 
     def open(self, attempt: Attempt, answer: Answer) -> None:
