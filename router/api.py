@@ -163,7 +163,7 @@ class Calls:
             call = replace(call, charge=charge, span=span)
         fetches = getattr(request.state, wire.FETCHES, False)
         place = None
-        if not call.best_effort and self.degrading.applies(call):
+        if call.slo.service_class in self.degrading.classes and self.degrading.applies(call):
             place = partial(self.degrading.place, call, fleet)
         return CallResponse(call, fleet.dispatcher, fleet.metrics, telemetry, fetches, place)
 

@@ -35,21 +35,19 @@ class Degrading:
     """The alternatives of all classes; one per router process."""
 
     def __init__(self, config: RouterConfig, models: ModelRegistry) -> None:
-        self._of = {name: each.accepts for name, each in config.classes.items() if each.accepts}
+        self.classes = {n: each.accepts for n, each in config.classes.items() if each.accepts}
+        """Alternatives by class, of the classes that have any."""
         self._models = models
 
     def applies(self, call: Call) -> bool:
-        """Whether its class accepts anything. A turn of a loop keeps what its loop was promised."""
-        return (
-            call.slo.service_class in self._of
-            and call.scheduled
-            and call.slo.stated
-            and call.loop is None
-        )
+        """Whether a call of these classes may be degraded. A turn of a loop keeps what its loop was
+        promised."""
+        placed = call.scheduled and not call.best_effort
+        return placed and call.slo.stated and call.loop is None
 
     async def place(self, call: Call, model: Model) -> Placed:
         """A promise for the call as asked, or for its first alternative that has one."""
-        for alternative in (None, *self._of[call.slo.service_class]):
+        for alternative in (None, *self.classes[call.slo.service_class]):
             place: Placed | None = Placed(call, model)
             if alternative is not None:
                 place = await self._applied(call, model, alternative)

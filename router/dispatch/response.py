@@ -266,7 +266,8 @@ class CallResponse(Response):
             return Outcome.of_status(error.reason.status)
         if not streams:
             return await self._whole(answer, scope, receive, send)
-        await self._end_with(self._last if error is None else error.event(call.endpoint), send)
+        last = self._last if error is None else error.event(call.endpoint)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
         return Outcome.OK if error is None else Outcome.FAILED
 
     def _announce(self, objective: Objective, answer: Answer, attempt: Attempt) -> None:
