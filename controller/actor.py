@@ -27,6 +27,7 @@ from sluice.controller.observability.recent_decisions import (
     RecentDecisions,
     RequestClasses,
 )
+from sluice.controller.observability.traffic import RecordedDecisions, Traffic
 from sluice.controller.state.drains import Drains, Roles, drain_of, leaving, left_at
 from sluice.controller.state.mirror import Mirror, late_of
 from sluice.controller.state.promises import PromiseLog
@@ -148,7 +149,7 @@ class Controller:
             )
         )
         routing, admission = config.make_routing(), config.make_admission()
-        self._recent = RecentDecisions()
+        self._recent = RecentDecisions() if config.shadow is None else RecordedDecisions()
         self._calibration = Calibration(config.promise_level)
         self._lengths = OutputLengths(config.promise_level)
         self._promises = PromiseLog(config.promise_level)
@@ -367,6 +368,14 @@ class Controller:
             pickled.append(pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
             await asyncio.sleep(0)  # decisions have priority over this listing
         return LatestDecisions(now_s, pickled)
+
+    async def traffic(self) -> Traffic | None:
+        """What was recorded for the shadow policies since the last call, at most a part of it;
+        ``None`` without any."""
+        now_s = self._touch()
+        if not isinstance(self._recent, RecordedDecisions):
+            return None
+        return self._recent.read(self._mirror.replicas, now_s)
 
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False

@@ -19,6 +19,7 @@ from sluice.controller.discovery import (
     observer_actor_name,
     stop_controller,
 )
+from sluice.controller.observability.traffic import Traffic
 from sluice.controller.transport.channel import NoAnswerError
 from sluice.protocol.messages import (
     FaultNotice,
@@ -231,6 +232,12 @@ class ControllerClient:
         answer: dict[str, Any] | None
         answer = await self._observer.answer("usage", timeout_s=SCRAPE_TIMEOUT_S)
         return answer
+
+    async def traffic(self) -> Traffic | None:
+        """The next of what the controller recorded for the shadow policies."""
+        read: Traffic | None
+        read = await self._first.calls.answer("traffic", timeout_s=SCRAPE_TIMEOUT_S)
+        return read
 
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False

@@ -18,6 +18,44 @@ from sluice.scheduling.routing import RoutingPolicy, make_policy
 NO_ADMISSION = "none"
 
 
+class ShadowConfig(BaseModel):
+    """Policies that decide on recorded traffic, without effect: what they would have changed is
+    shown on the page and in metrics. What is left out is as it is live."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batching: str | None = Field(default=None, description="Batch policy, see `sluice policies`.")
+    batching_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the batch policy."
+    )
+    routing: str | None = Field(default=None, description="Routing policy.")
+    routing_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the routing policy."
+    )
+    admission: str | None = Field(default=None, description="Admission policy, or `none`.")
+    admission_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the admission policy."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ShadowConfig:
+        named = {
+            "batching": (self.batching, self.batching_options),
+            "routing": (self.routing, self.routing_options),
+            "admission": (self.admission, self.admission_options),
+        }
+        if not any(name for name, _ in named.values()):
+            raise ValueError(f"name one policy at least: {', '.join(named)}")
+        for kind, (name, options) in named.items():
+            if name is None and options:
+                raise ValueError(f"{kind}_options are given without {kind}")
+        if self.batching is not None:
+            from sluice.scheduling import batching  # no other part of a controller needs it
+
+            batching.make_policy(self.batching, self.batching_options)
+        return self
+
+
 class ControllerConfig(BaseModel):
     """The central actor."""
 
@@ -71,6 +109,12 @@ class ControllerConfig(BaseModel):
         "decisions one process cannot make; not for pools with roles.",
     )
 
+    shadow: ShadowConfig | None = Field(
+        default=None,
+        description="Other policies to compare with those that decide, by replays of recorded "
+        "traffic in a process of its own; needs one cell and replicas that keep their roles.",
+    )
+
     startup_s: float | None = Field(
         default=None,
         gt=0,
@@ -94,7 +138,25 @@ class ControllerConfig(BaseModel):
     def _check_policy(self) -> ControllerConfig:
         self.make_routing()
         self.make_admission()
+        if self.shadow is not None:
+            if self.cells > 1:
+                raise ValueError("shadow needs cells: 1")
+            self.shadowed().make_routing()
+            self.shadowed().make_admission()
         return self
+
+    def shadowed(self) -> ControllerConfig:
+        """The same with the routing and the admission policy of ``shadow``, and without it."""
+        shadow = self.shadow
+        changed: dict[str, Any] = {}
+        if shadow is not None and shadow.routing is not None:
+            changed |= {"policy": shadow.routing, "policy_options": shadow.routing_options}
+        if shadow is not None and shadow.admission is not None:
+            changed |= {
+                "admission": shadow.admission,
+                "admission_options": shadow.admission_options,
+            }
+        return self.model_copy(update={"shadow": None, **changed})
 
     def make_routing(self) -> RoutingPolicy:
         """A new routing policy. Raises ValueError: no such policy, or an option that is unknown or

@@ -94,7 +94,23 @@ def build(args: Mapping[str, Any] | SluiceConfig) -> Application:
         config.router,
         config.telemetry,
         drain_s,
+        *(_shadow(fleet, config) for fleet in config.fleets if fleet.controller.shadow is not None),
     )
+
+
+def _shadow(fleet: ModelFleet, config: SluiceConfig) -> Application:
+    """The process of a model's shadow policies."""
+    from sluice.deploy.shadow import Shadow  # with the simulator, which nothing else here needs
+
+    shadow = serve.deployment(Shadow).options(
+        name="Shadow" if fleet.key is None else f"Shadow-{fleet.key}",
+        logging_config=_LOGGING,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0.1},
+        graceful_shutdown_timeout_s=2.0,
+        graceful_shutdown_wait_loop_s=0.1,
+    )
+    return shadow.bind(fleet, config.telemetry)
 
 
 def check_ray(version: str = ray.__version__) -> None:

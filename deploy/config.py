@@ -70,6 +70,8 @@ class ModelConfig(BaseModel):
                 f" so controller.stale_after_s must be above {2 * silent_s:g}: one that is silent "
                 "for half of it is promised nothing"
             )
+        if self.controller.shadow is not None and self.replica.elastic:
+            raise ValueError("controller.shadow needs replicas that keep their roles: not elastic")
         if self.controller.startup_s is not None and not _may_be_none(pools):
             raise ValueError(
                 "controller.startup_s has no effect: it is for models with min_replicas: 0"

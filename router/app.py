@@ -92,8 +92,9 @@ class _Part:
 
 class Router:
     """One router replica. ``models``: the same models. ``drain_s``: how long its requests may run
-    on when it stops, seconds. Raises OSError: another program has the address. Raises ValueError:
-    tracing is configured, and OpenTelemetry is not installed."""
+    on when it stops, seconds; the handles after it are of deployments that run beside it. Raises
+    OSError: another program has the address. Raises ValueError: tracing is configured, and
+    OpenTelemetry is not installed."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -102,6 +103,7 @@ class Router:
         config: RouterConfig,
         telemetry: TelemetryConfig,
         drain_s: float,
+        *_of_the_application: DeploymentHandle,
     ) -> None:
         listener = bound(config.host, config.port)
         _check_not_shared(config.port)

@@ -31,7 +31,8 @@ class Result:
     ``recomputed_tokens`` had been computed or cached, and lost; ``fallbacks``: steps left empty by
     the policy; ``dropped``: planned entries that could not run; ``moved``: placements after a
     failure; ``split``: KV taken over from a prefill replica; ``migrated``: streams; ``sizes``:
-    wanted replicas by role, empty where fixed; ``loops``: those with a deadline that ended."""
+    wanted replicas by role, empty where fixed; ``loops``: those with a deadline that ended;
+    ``learned``: each engine's latency model at the end, without head-room."""
 
     requests: Requests
     end_s: float
@@ -54,6 +55,7 @@ class Result:
     starting_s: float = 0.0
     sizes: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
     loops: Mapping[LoopEnding, int] = field(default_factory=dict)
+    learned: tuple[LatencyModel, ...] = ()
 
     @property
     def replica_s(self) -> float:
@@ -92,6 +94,7 @@ def result_of(
         correction=fmean(engine.planner.latency.correction for engine in engines),
         checked_drafts=sum(engine.drafts.checked for engine in engines if engine.drafts),
         accepted_drafts=sum(engine.drafts.accepted for engine in engines if engine.drafts),
+        learned=tuple(engine.planner.latency.with_headroom(1.0) for engine in engines),
         **of_cluster,
     )
 

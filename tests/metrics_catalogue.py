@@ -11,6 +11,7 @@ from sluice.controller.cell_client import CallMetrics
 from sluice.controller.config import ControllerConfig
 from sluice.controller.observability.instruments import families, refused_metrics
 from sluice.controller.observability.metrics import controller_age, controller_up
+from sluice.deploy.shadow import ShadowMetrics
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.gpus import GpuUse
 from sluice.replica.metrics import ReplicaCollector
@@ -46,7 +47,7 @@ def catalogue() -> dict[str, Family]:
     known: dict[str, Family] = {}
     found = [
         each
-        for registry in (router, replica, page._status)
+        for registry in (router, replica, page._status, ShadowMetrics().registry)
         for collector in registry._collector_to_names
         for each in _families(collector)
     ]

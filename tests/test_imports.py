@@ -34,6 +34,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "scheduling",
         "telemetry",
     ),
+    "deploy.shadow": (
+        "deploy",
+        "protocol",
+        "controller",
+        "replica",
+        "simulation",
+        "scheduling",
+        "telemetry",
+    ),
     "benchmarks": (
         "benchmarks",
         "deploy",

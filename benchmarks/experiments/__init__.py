@@ -9,7 +9,7 @@ from sluice.benchmarks.experiments.grid import Experiment
 _MODULES = (
     *("default_policy", "proserve", "disaggregation", "fairbatching", "slos_serve", "annealing"),
     *("flowprefill", "routers", "promises", "quotes", "autoscaling"),
-    *("agents", "consent", "simulator_speed"),
+    *("agents", "consent", "shadow", "simulator_speed"),
 )
 
 EXPERIMENTS: dict[str, Experiment] = {

@@ -333,6 +333,7 @@ class Observer:
         return {
             **overview(self._config, detail, self._gpus()),
             "metric_sources": self._hub.sources,
+            "shadow": self._shadow(),
             "recent": self._history.recent(self._hub, self._clock()),
         }
 
@@ -371,6 +372,19 @@ class Observer:
             for _, labels, value in self._hub.series(family):
                 found.setdefault(dict(labels).get("replica", ""), {})[field] = value
         return found
+
+    def _shadow(self) -> dict[str, Any] | None:
+        """What other policies would have changed; ``None`` where none are configured."""
+        if self._config.shadow is None:
+            return None
+        figures: dict[str, dict[str, float]] = {}
+        for family in ("live", "replayed", "difference"):
+            for _, labels, value in self._hub.series(f"sluice_shadow_{family}"):
+                of = dict(labels)
+                figures.setdefault(of["figure"], {})[of.get("bound", family)] = value
+        windows = sum(value for *_, value in self._hub.series("sluice_shadow_windows"))
+        policies = self._config.shadow.model_dump(exclude_none=True, exclude_defaults=True)
+        return {"policies": policies, "windows": int(windows), "figures": figures}
 
     def _touch(self) -> float:
         """Note that a process called. Returns the time, monotonic seconds."""

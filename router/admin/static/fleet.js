@@ -4,6 +4,7 @@ import { chart, sparkline } from "./chart.js";
 import { by, count, make, ms, NONE, rate, ratio, share, sum, tone } from "./figures.js";
 import { showCauses, showPromises } from "./promises.js";
 import { showReplicas } from "./replicas.js";
+import { showShadow } from "./shadow.js";
 
 const FEW = 3; // requests of which a share says nothing
 
@@ -29,6 +30,7 @@ export function showFleet(fleet, change) {
   showClasses(fleet, windowMs);
   showCauses(fleet.classes);
   showPromises(up, manyModels);
+  showShadow(up, manyModels);
   showReplicas(fleet.replicas, promisesOf(up), manyModels, change);
 }
 
