@@ -3,12 +3,14 @@ there when a tool has its result."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isnan, nan
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from sluice.benchmarks.experiments.grid import (
     Experiment,
@@ -33,7 +35,7 @@ from sluice.benchmarks.experiments.systems import (
     run_cluster,
 )
 from sluice.benchmarks.report import Table
-from sluice.scheduling.request.objective import SLO
+from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.simulation.agents import NO_OBJECTIVE, Loops, agents
 from sluice.simulation.config import ClusterConfig, LoopDeadline
 from sluice.simulation.generators import Poisson, Task, always, generate
@@ -43,32 +45,41 @@ from sluice.simulation.settings import SLOS_SERVE_OUTPUTS, SLOS_SERVE_PROMPTS
 from sluice.simulation.workload import Workload, merged
 
 FCFS, LLM_D, BEFORE, AFTER = "FCFS", "llm-d's queue", "Sluice without sessions", "Sluice"
+BY_TURN, LRU = "vLLM, priority by turn", "Sluice, least recently used"
 
 
 class Contestant(NamedTuple):
     """A system, whether it gets to know which session a turn is of and what it calls, and how many
-    requests may be in flight for each replica while others wait in its router; and the objective of
-    turns in a backlog."""
+    requests may be in flight for each replica while others wait in its router; the objective of
+    turns in a backlog; whether turns state their number as a priority, and engines keep KV by
+    worth."""
 
     label: str
     system: System
     sessions: bool = True
     in_flight: int = 0
     slo: SLO = NO_OBJECTIVE
+    by_turn: bool = False
+    keep: bool = True
 
 
 _STOCK = System("min_load", Contender("fcfs", "fcfs"))
+_PRIORITIES = System("min_load", Contender("sarathi_priority", "sarathi_priority"))
 _SLUICE = System(ROUTER, DEFAULT, ADMISSION)
 _PACED = SLO(tpot_s=0.1, service_class="agent")
 CONTESTANTS = (
     Contestant(FCFS, _STOCK),
+    Contestant(BY_TURN, _PRIORITIES, by_turn=True),
     *(Contestant(f"{LLM_D}, {limit} in flight", _STOCK, in_flight=limit) for limit in (4, 16)),
     Contestant(BEFORE, _SLUICE, sessions=False),
     Contestant(AFTER, _SLUICE),
     Contestant(f"{BEFORE}, TPOT", _SLUICE, sessions=False, slo=_PACED),
     Contestant(f"{AFTER}, TPOT", _SLUICE, slo=_PACED),
 )
-BY_MEMORY = tuple(each for each in CONTESTANTS if each.label in (FCFS, BEFORE, AFTER))
+BY_MEMORY = (
+    *(each for each in CONTESTANTS if each.label in (FCFS, BY_TURN, BEFORE, AFTER)),
+    Contestant(LRU, _SLUICE, keep=False),
+)
 
 SHORT_TURNS, LONG_TURNS = 5, 40
 """Most turns of a short loop, and fewest of a long one."""
@@ -98,9 +109,24 @@ def anonymous(workload: Workload) -> Workload:
     return replace(workload, arrivals=tuple(made))
 
 
+def prioritised(workload: Workload) -> Workload:
+    """The same requests, of which earlier turns are more important, the first ten by number."""
+    turns, made = Counter[int](), []
+    for each in workload.arrivals:
+        if each.turn is not None:
+            turns[each.turn.session] += 1
+            priority = max(MIN_PRIORITY, MAX_PRIORITY + 1 - turns[each.turn.session])
+            each = each._replace(slo=structs.replace(each.slo, priority=priority))
+        made.append(each)
+    return replace(workload, arrivals=tuple(made))
+
+
 def run(workload: Workload, by: Contestant, setup: Setup, replicas: int, seed: int) -> Result:
     """One run of a contestant."""
     known = workload if by.sessions else anonymous(workload)
+    if by.by_turn:
+        known = prioritised(known)
+    setup = setup._replace(engine=setup.engine.model_copy(update={"keep_sessions": by.keep}))
     layout = colocated(replicas, in_flight=replicas * by.in_flight)
     return run_cluster(known, by.system, setup, layout, seed).result
 
@@ -267,11 +293,11 @@ def measure_deadlines(seed: int, per_s: float, stream: Stream) -> Mapping[str, f
 # How each run compares with another one of the same workload.
 
 BACKLOG, CROWD, DEADLINES = "backlog", "short of KV", "deadlines"
-_BESIDE = {BACKLOG: FCFS, CROWD: BEFORE}
+_BESIDE = {BACKLOG: FCFS, CROWD: LRU}
 
 
 def compared(rows: Rows) -> Rows:
-    """The rows with ratios to first come, first served, or to Sluice without sessions."""
+    """The rows with ratios to first come, first served, or to KV kept by time of use."""
     return [{**row, **_ratios(row, _other(rows, row))} for row in rows]
 
 
@@ -321,7 +347,7 @@ def by_memory(rows: Rows) -> Table:
         "kept": ("kept", 4),
         "met": ("chats met", 3),
     }
-    note = "TTFT of turns that bring a tool's result. LRU: Sluice without sessions."
+    note = f"TTFT of turns that bring a tool's result. LRU: {LRU}."
     table = means("KV memory for a third of the loops", ("system",), figures, note)
     return table(having(rows, {"scenario": CROWD}))
 

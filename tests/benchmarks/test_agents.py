@@ -7,10 +7,10 @@ import numpy as np
 from sluice.benchmarks.experiments.agents import (
     AFTER,
     BACKLOG,
-    BEFORE,
     CONTESTANTS,
     CROWD,
     FCFS,
+    LRU,
     Backlog,
     Crowd,
     Stream,
@@ -19,6 +19,7 @@ from sluice.benchmarks.experiments.agents import (
     engine,
     loop_times,
     measure_deadlines,
+    prioritised,
     run,
 )
 from sluice.benchmarks.experiments.grid import Row
@@ -70,6 +71,16 @@ def test_a_crowd_has_a_third_of_its_memory() -> None:
     assert len({each.turn.program for each in workload.arrivals if each.turn}) == 12
 
 
+def test_earlier_turns_of_a_loop_are_more_important() -> None:
+    workload = prioritised(Backlog(1, 3, 1.0, 41).workload(SLO(), seed=3))
+    turns: dict[int, list[int]] = {}
+    for each in workload.arrivals:
+        turns.setdefault(each.turn.session, []).append(each.slo.priority)
+    assert max(map(len, turns.values())) > 10
+    for priorities in turns.values():
+        assert priorities == [max(1, 10 - n) for n in range(len(priorities))]
+
+
 def test_systems_are_compared_with_the_same_loops() -> None:
     def row(scenario: str, system: str, seed: int, figure: str, value: float) -> Row:
         return {"scenario": scenario, "system": system, "seed": seed, figure: value}
@@ -79,7 +90,7 @@ def test_systems_are_compared_with_the_same_loops() -> None:
         row(BACKLOG, FCFS, 2, "short_s", 90.0),
         row(BACKLOG, AFTER, 1, "short_s", 10.0),
         row(BACKLOG, AFTER, 2, "short_s", 9.0),
-        row(CROWD, BEFORE, 1, "prefilled", 100.0),
+        row(CROWD, LRU, 1, "prefilled", 100.0),
         row(CROWD, AFTER, 1, "prefilled", 70.0),
     ]
     found = {(each["system"], each["scenario"], each["seed"]): each for each in compared(rows)}
