@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isnan, nan
+from heapq import heappop, heappush
+from itertools import takewhile
+from math import inf, isnan, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -35,11 +37,13 @@ from sluice.benchmarks.experiments.systems import (
     run_cluster,
 )
 from sluice.benchmarks.report import Table
+from sluice.scheduling.request.kernels import Ints
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.simulation.agents import NO_OBJECTIVE, Loops, agents
 from sluice.simulation.config import ClusterConfig, LoopDeadline
 from sluice.simulation.generators import Poisson, Task, always, generate
 from sluice.simulation.metrics import TPOTMetric, attained, stages
+from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
 from sluice.simulation.settings import SLOS_SERVE_OUTPUTS, SLOS_SERVE_PROMPTS
 from sluice.simulation.workload import Workload, merged
@@ -186,6 +190,40 @@ def prefilled(result: Result) -> int:
     return result.computed_tokens - outputs
 
 
+def least_missing(workload: Workload, requests: Requests, kv_tokens: int) -> Ints:
+    """Tokens that each turn computes of its prompt, in order, where blocks are evicted by who knows
+    the future (Belady), and only chats' KV takes memory beside: none does with fewer that runs the
+    turns in the order of their first tokens."""
+    offsets = requests.offsets[requests.first_stage]
+    began_s, ended_s = requests.emitted_s[offsets[:-1]], requests.emitted_s[offsets[1:] - 1]
+    arrivals, size = workload.arrivals, workload.block_tokens
+    alone = np.array([each.turn is None for each in arrivals])
+    tokens = np.array([each.prompt_tokens for each in arrivals])
+    turns = [key for key in np.argsort(began_s).tolist() if not alone[key]]
+    blocks = [arrivals[key].block_hashes[: tokens[key] // size] for key in turns]
+    uses: dict[int, list[int]] = {}
+    for turn in range(len(turns) - 1, -1, -1):
+        for block in blocks[turn]:
+            uses.setdefault(block, []).append(turn)
+    # The next use of each block that is held; on top of the heap the latest, of a deeper block.
+    held: dict[int, float] = {}
+    latest: list[tuple[float, int, int]] = []
+    missing = np.zeros(len(arrivals), np.int64)
+    for turn, key in enumerate(turns):
+        found = takewhile(held.__contains__, blocks[turn])
+        missing[key] = tokens[key] - size * sum(1 for _ in found)
+        for depth, block in enumerate(blocks[turn]):
+            uses[block].pop()
+            held[block] = uses[block][-1] if uses[block] else inf
+            heappush(latest, (-held[block], -depth, block))
+        beside = tokens[alone & (began_s <= began_s[key]) & (ended_s > began_s[key])].sum()
+        while len(held) > (kv_tokens - beside) // size:
+            until, _, block = heappop(latest)
+            if held.get(block) == -until:
+                del held[block]
+    return missing
+
+
 def loop_times(workload: Workload, result: Result) -> list[tuple[int, float]]:
     """Turns, sub-agents' included, and seconds of each loop; those with a failed turn are left
     out."""
@@ -237,8 +275,8 @@ CHAT = SLO(ttft_s=1.0, tpot_s=0.1, service_class="chat")
 
 
 def measure_crowd(seed: int, system: Contestant, crowd: Crowd) -> Mapping[str, float]:
-    """P95 of the TTFT of turns with a tool's result, seconds; prefill tokens; and of the chats the
-    shares that were promised, and that kept it."""
+    """P95 of the TTFT of turns with a tool's result, seconds; prefill tokens, and the least of them
+    for turns in this order; and of the chats the shares that were promised, and that kept it."""
     workload = crowd.workload(seed)
     result = run(workload, system, engine("8b", crowd.kv_tokens), 1, seed)
     requests, measured = result.requests, stages(result.requests)
@@ -247,10 +285,14 @@ def measure_crowd(seed: int, system: Contestant, crowd: Crowd) -> Mapping[str, f
     promised = ~np.isnan(requests.promised_s) & chats
     met = attained(requests, measured, TPOTMetric.MEAN)
     loops = loop_times(workload, result)
+    least = least_missing(workload, requests, crowd.kv_tokens)
+    tokens = np.array([each.prompt_tokens for each in workload.arrivals])
     return {
         "ttft_p50_s": float(np.percentile(measured.ttft_s[after], 50)),
         "ttft_p95_s": float(np.percentile(measured.ttft_s[after], 95)),
         "prefilled": float(prefilled(result)),
+        "least": float(least.sum() + tokens[chats].sum()),
+        "least_p95": float(np.percentile(least[after], 95)),
         "loop_s": float(np.mean([seconds for _, seconds in loops])),
         "promised": float(promised.sum() / chats.sum()),
         "kept": float(met[promised].mean()) if promised.any() else nan,
@@ -309,6 +351,8 @@ def _other(rows: Rows, row: Row) -> Row:
 
 def _ratios(row: Row, other: Row) -> Row:
     over = {name: float(row[name]) / float(other[name]) for name in other if name in _FIGURES}
+    if "least" in row and other:
+        over["least"] = float(row["least"]) / float(other["prefilled"])
     faster = {f"{name}_faster": 1 / over[name] for name in ("short_s", "long_s") if name in over}
     return {**{f"{name}_ratio": value for name, value in over.items()}, **faster}
 
@@ -342,6 +386,7 @@ def by_memory(rows: Rows) -> Table:
         "ttft_p95_s": ("P95, s", 2),
         "ttft_p95_s_ratio": ("P95 over LRU", 3),
         "prefilled_ratio": ("prefill tokens over LRU", 3),
+        "least_ratio": ("least by any eviction", 3),
         "loop_s_ratio": ("loops' time over LRU", 3),
         "promised": ("chats promised", 3),
         "kept": ("kept", 4),

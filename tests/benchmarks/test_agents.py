@@ -17,8 +17,10 @@ from sluice.benchmarks.experiments.agents import (
     anonymous,
     compared,
     engine,
+    least_missing,
     loop_times,
     measure_deadlines,
+    prefilled,
     prioritised,
     run,
 )
@@ -79,6 +81,21 @@ def test_earlier_turns_of_a_loop_are_more_important() -> None:
     assert max(map(len, turns.values())) > 10
     for priorities in turns.values():
         assert priorities == [max(1, 10 - n) for n in range(len(priorities))]
+
+
+def test_no_eviction_computes_less_than_one_that_knows_the_future() -> None:
+    workload = Crowd(4, 10, 1.0, 41).workload(seed=1)
+    tokens = np.array([each.prompt_tokens for each in workload.arrivals])
+    turns = [each.turn is not None for each in workload.arrivals]
+    blocks = {block for each in workload.arrivals for block in each.block_hashes}
+    partial = (tokens[turns] % workload.block_tokens).sum()
+    computed = {}
+    for memory in (20_000, 1_000_000):
+        result = run(workload, CONTESTANTS[0], engine("8b", memory), 1, seed=1)
+        least = least_missing(workload, result.requests, memory).sum()
+        computed[memory] = least, prefilled(result) - tokens[~np.array(turns)].sum()
+    assert computed[1_000_000][0] <= len(blocks) * workload.block_tokens + partial
+    assert computed[1_000_000][0] < computed[20_000][0] < computed[20_000][1]
 
 
 def test_systems_are_compared_with_the_same_loops() -> None:
