@@ -46,7 +46,7 @@ from sluice.simulation.metrics import TPOTMetric, attained, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import Result
 from sluice.simulation.settings import SLOS_SERVE_OUTPUTS, SLOS_SERVE_PROMPTS
-from sluice.simulation.workload import Workload, merged
+from sluice.simulation.workload import Arrival, Workload, merged
 
 FCFS, LLM_D, BEFORE, AFTER = "FCFS", "llm-d's queue", "Sluice without sessions", "Sluice"
 BY_TURN, LRU = "vLLM, priority by turn", "Sluice, least recently used"
@@ -115,7 +115,7 @@ def anonymous(workload: Workload) -> Workload:
 
 def prioritised(workload: Workload) -> Workload:
     """The same requests, of which earlier turns are more important, the first ten by number."""
-    turns, made = Counter[int](), []
+    turns, made = Counter[int](), list[Arrival]()
     for each in workload.arrivals:
         if each.turn is not None:
             turns[each.turn.session] += 1

@@ -404,6 +404,14 @@ QUIET = 3.0
 times as long as those in the queue took to come: the overload is over."""
 
 
+KEPT_S = 10.0
+"""Within this time from its arrival a prompt of the tail does not take KV blocks that are likely to
+be used again soon, unless nothing else runs: that session would only take others' in turn."""
+
+KEPT_SHARE = 1 / 32
+"""A prompt that takes no more than this share of the memory need not wait for that."""
+
+
 class Limits(NamedTuple):
     """What bounds the start of shed prefills.
 
@@ -411,7 +419,9 @@ class Limits(NamedTuple):
         standby: see ``standby_prompts``.
         late, active: late decodes, and running requests.
         reserve: share of blocks and sequences that stays free.
-        free_blocks, sequences, block_tokens: free blocks and sequences, tokens per block."""
+        free_blocks, sequences, block_tokens: free blocks and sequences, tokens per block.
+        kept_blocks: of the free blocks, those that are likely to be used again soon.
+        since_s: what came later waits for them."""
 
     standby: float
     late: int
@@ -420,6 +430,8 @@ class Limits(NamedTuple):
     free_blocks: int
     sequences: int
     block_tokens: int
+    kept_blocks: int
+    since_s: float
 
 
 ATTAINED_SHARE = 0.01
@@ -475,7 +487,8 @@ def tail(
         worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
         if running[row] and timely[place] <= MIN_TIMELY:
             late += 1
-    room = limits.free_blocks - limits.reserve * (limits.free_blocks + held)
+    memory = limits.free_blocks + held
+    room = limits.free_blocks - limits.reserve * memory
     places = limits.sequences - int(limits.reserve * (limits.sequences + limits.active))
     late_places = max(1, int(LATE_SHARE * limits.active)) - late
     needed = blocks_needed(table, shed, limits.block_tokens)
@@ -499,6 +512,11 @@ def tail(
                         continue
             if needed[place] > room:
                 continue
+            if not begun and limits.kept_blocks > 0 and table[row, ARRIVAL] > limits.since_s:
+                cached = table[row, COMPUTED] / limits.block_tokens - table[row, KV_BLOCKS]
+                missing = needed[place] - max(0.0, cached)
+                if missing > KEPT_SHARE * memory and missing > room - limits.kept_blocks:
+                    continue
             room -= needed[place]
             if not begun:
                 places -= 1
@@ -558,7 +576,8 @@ class DeadlineTriage(BatchPolicy):
        the other decodes; the tail. All decodes come first while the kept prefills can afford it.
     4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog, and less than
        the decodes leave of it (``PACE_GAIN``), until the overload is over (``QUIET``). What
-       programs have attained counts as work of their requests.
+       programs have attained counts as work of their requests, and a long prompt waits for KV that
+       is likely to be used again soon (``KEPT_S``).
     5. *Ageing*: requests older than ``patience_s`` get ``aged_share`` (``AgedLane``); a decode late
        for longer is in every batch.
 
@@ -710,6 +729,8 @@ class DeadlineTriage(BatchPolicy):
                 batch.free_blocks,
                 batch.sequences_left,
                 block_tokens,
+                0 if batch.empty else batch.budget.kept_blocks,
+                now_s - KEPT_S,
             )
             attained_s = NONE_ATTAINED if queue.attained_s is None else queue.attained_s
             rows = tail(table, shed, running, left_s, work_s, limits, attained_s)

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from sluice.scheduling.batching import BatchBudget, make_policy
+from sluice.scheduling.batching.deadline_triage import KEPT_S
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
 from tests.scheduling import views
@@ -132,6 +133,24 @@ def test_few_answers_that_would_all_be_late_begin_while_new_prompts_have_little_
     late = decode("late", slo, emitted=50, context=150, first_token_s=80.0)
     assert begun(150, late, *hopeless) == {"late"}
     assert begun(20, *hopeless) == {"h0", "h1"}
+
+
+def test_a_long_prompt_waits_for_kept_blocks_only_for_a_while_and_beside_others() -> None:
+    """Else sessions would take each other's KV in turn."""
+    running = decode("d", SLO())
+    memory = ROOMY._replace(kv_blocks=120, kept_blocks=60)
+
+    def begun(*waiting: RequestView, now_s: float = 0.0, busy: bool = True) -> list[str]:
+        others = [running] if busy else []
+        made = plan(*others, *waiting, budget=memory, now_s=now_s)
+        return [name for name in made.tokens_of if name != "d"]
+
+    long, short = prefill("long", 1_600, SLO()), prefill("short", 48, SLO())
+    assert begun(long, short) == ["short"]
+    assert begun(long, busy=False) == ["long"]
+    assert begun(long, now_s=KEPT_S + 1.0) == ["long"]
+    cached = long._replace(computed_tokens=1_200, pending_tokens=400)
+    assert begun(cached) == ["long"], "most of it is what was kept"
 
 
 def test_what_the_tail_has_begun_goes_before_what_waits() -> None:
