@@ -50,14 +50,14 @@ def list_experiments() -> None:
     rows = [(each.name, each.source, each.question) for each in EXPERIMENTS.values()]
     rows += [
         (each.name or "", "", each.get_short_help_str(100))
-        for each in (replay, causes, walk, usage)
+        for each in (replay, causes, walk, usage, batch)
     ]
     print_list(("command", "source", "question"), rows)
 
 
 for _command in (planning, decision, replay, causes, walk, gateway, peers, gpu, usage, batch):
     bench.add_command(_command)
-replay.hidden = causes.hidden = walk.hidden = usage.hidden = True
+replay.hidden = causes.hidden = walk.hidden = usage.hidden = batch.hidden = True
 
 
 def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Report:

@@ -127,9 +127,13 @@ def short(bench: Bench, system: System, rate: float, lines_per_s: float) -> list
 @number_option("--rounds", default=3, least=0, most=100, words="Pairs of runs.")
 @as_json
 def batch(rate: float, seconds: float, rounds: int, as_json: bool) -> None:
-    """Chat's TTFT beside a full batch and alone, and whether short windows are kept.
+    """Measure chats beside a full batch, and batches with short windows.
 
     Starts a vLLM replica here. A pair of runs takes a minute, the short batches three.
+
+    \b
+    Example:
+      sluice bench batch --rounds 1
     """
     rows: list[Json] = []
     with campaign() as bench, sluice("sluice", config_of)(bench) as system:

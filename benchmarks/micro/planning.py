@@ -97,9 +97,10 @@ def _plan(policy: BatchPolicy, requests: Sequence[RequestView], clock: Iterator[
 @number_option("--repeats", default=40, least=1, most=10_000)
 @number_option("--seeds", default=10, least=1, most=1_000)
 def planning(as_json: bool, repeats: int, seeds: int) -> None:
-    """Time plan() of every batch policy, and of the default one where all requests have sessions.
+    """Time plan() of every batch policy.
 
-    The JSON maps policy -> requests -> median_ms and p99_ms.
+    Of the default one also where all requests have sessions. The JSON maps policy -> requests ->
+    median_ms and p99_ms.
 
     \b
     Example:
