@@ -16,7 +16,7 @@ from typing import Final
 
 from sluice.router.dispatch.attempt import Announcement, Answer, Attempt, OpenAttempts
 from sluice.router.request.prompt import outputs_of
-from sluice.scheduling.request.objective import Objective
+from sluice.scheduling.request.objective import MIN_TPOT_TOKENS, Objective
 
 LOOK_S: Final = 0.25
 """Longest time between two looks, seconds."""
@@ -94,7 +94,8 @@ def late(answer: Answer, known: Announcement, now_s: float) -> Objective | None:
         return None
     ends_s = now_s + FASTER * known.best_s * left
     _, tpot_s, e2e_s, _ = clock.slo.columns
-    behind = now_s > first_s + (tokens - 1) * tpot_s
+    # One slow step says nothing of few tokens.
+    behind = tokens >= MIN_TPOT_TOKENS and now_s > first_s + (tokens - 1) * tpot_s
     if behind and ends_s > first_s + (tokens + left - 1) * tpot_s:
         return "tpot"
     return "e2e" if ends_s > clock.arrival_s + e2e_s else None
