@@ -16,7 +16,6 @@ import click
 
 from sluice.benchmarks.live.report import table
 from sluice.benchmarks.options import as_json, number_option, show
-from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
 from sluice.protocol.messages import RequestEnding
 from sluice.protocol.requests import (
@@ -45,6 +44,9 @@ class _System:
     roles, single = ("mixed",), True
 
     def __init__(self, cause: Cause, seconds: float, late_s: float, clock: Any) -> None:
+        # It imports Ray, which must not happen before `sluice serve` has set Ray's environment.
+        from sluice.controller.actor import Controller
+
         self.cause, self.seconds, self.late_s, self.clock = cause, seconds, late_s, clock
         self.controller = Controller(ControllerConfig(), clock)
         self.asleep = False

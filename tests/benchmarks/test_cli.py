@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from sluice.benchmarks.experiments import EXPERIMENTS
 from sluice.benchmarks.experiments.policies import LOCAL
+from sluice.benchmarks.micro.planning import DEFAULT
 from sluice.deploy.cli import main
 
 QUICK = ["--scale", "quick", "--seeds", "1", "--jobs", "1"]
@@ -30,7 +31,7 @@ def test_times_are_by_policy_and_size() -> None:
     )
     assert result.exit_code == 0, result.output
     times = json.loads(result.output)
-    assert list(times) == list(LOCAL)
+    assert list(times) == [*LOCAL, f"{DEFAULT}, sessions"]
     for by_size in times.values():
         assert set(by_size) == {"32", "128", "512"}
         for row in by_size.values():

@@ -555,7 +555,7 @@ def test_the_tables_of_a_fleet_fit(command: str, monkeypatch: pytest.MonkeyPatch
     ("words", "names"),
     [
         (("policies",), [each.name for each in all_policies()]),
-        (("bench", "list"), [*EXPERIMENTS, "replay", "causes", "walk", "usage"]),
+        (("bench", "list"), [*EXPERIMENTS, "replay", "causes", "walk", "usage", "batch"]),
     ],
     ids=["policies", "bench list"],
 )

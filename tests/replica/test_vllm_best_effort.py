@@ -118,7 +118,7 @@ def test_a_preempted_stream_is_that_of_an_undisturbed_run(engine, alone, policy)
 
 
 def test_a_preempted_stream_goes_on_with_its_own_random_numbers(engine):
-    """Though what it had is computed again, without a prefix cache in several batches."""
+    """Though what it had is computed again, without a prefix cache all of it."""
     engine.use("fcfs")
     seeded, chat = {"temperature": 1.0, "seed": 5}, PROMISED[0]
     alone = serve_alone(engine, (LONG, chat), **seeded)
@@ -127,13 +127,11 @@ def test_a_preempted_stream_goes_on_with_its_own_random_numbers(engine):
     assert serve(engine, [(0, LONG), (40, chat)], **seeded) == alone
     log = since.batches()
     (lost,) = [number for number, batch in enumerate(log) if "long" in batch["preempted"]]
-    again = [
-        tokens
-        for batch in log[lost:]
-        for name, tokens, _ in batch["ran"]
-        if name == "long" and tokens > 1
-    ]
-    assert (len(again) > 1) != engine.scheduler.kv_cache_manager.enable_caching
+    ran = [(number, *part) for number, batch in enumerate(log) for part in batch["ran"]]
+    of_long = [(number, tokens, at) for number, name, tokens, at in ran if name == "long"]
+    had = max(at for number, _, at in of_long if number < lost)
+    again = sum(tokens for number, tokens, at in of_long if number >= lost and at < had)
+    assert (again >= had) != engine.scheduler.kv_cache_manager.enable_caching
 
 
 def test_evictions_that_free_less_than_was_counted_go_on_until_the_promised_prompt_fits(

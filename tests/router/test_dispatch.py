@@ -102,7 +102,9 @@ async def test_a_request_goes_where_the_controller_says() -> None:
     assert b"one two three" in await read(router, opened)
     (name, request), *rest = far.calls
     assert (name, rest) == ("b", [])
-    assert request == EngineRequest("r", "chat", CHAT_BODY, SLO(ttft_s=1), waited_s=0.25)
+    assert request == EngineRequest(
+        "r", "chat", CHAT_BODY, SLO(ttft_s=1), waited_s=0.25, client="unnamed"
+    )
     assert router.controller.queries[0] == RouteQuery(
         request_key("r"), SLO(ttft_s=1), 14, 0.25, request_id="r"
     )
