@@ -33,7 +33,8 @@ def engine(model, tmp_path_factory):
     started.table.set_model(LinearLatency(0.2, 0.0005))
     started.scheduler._local._learn = lambda *_: None
     warm_up = Served(started, "warm-up")
-    warm_up.add("x", 500, 3, TTFT)
+    warm_up.add("holder", 800, 60)
+    warm_up.add("x", 600, 3, TTFT)
     warm_up.late()
     yield started
     started.close()
