@@ -117,7 +117,7 @@ class ApiError(Exception):
         if (offer := self.offer) is not None:
             merged[wire.QUOTE_HEADER] = offer["quote"]
             names = wire.OFFER_HEADERS.items()
-            merged |= {header: f"{offer[name]:g}" for name, header in names if name in offer}
+            merged |= {header: f"{offer[name]:.15g}" for name, header in names if name in offer}
         retry_after_s = self.retry_after_s
         if retry_after_s is None:
             retry_after_s = self.reason.retry_after_s

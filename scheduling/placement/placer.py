@@ -278,9 +278,6 @@ def _worth(asked: dict[int, Job], indexes: list[int]) -> float:
     return sum(asked[index].query.slo.priority for index in indexes)
 
 
-MAX_LONGER: Final = 1.1
-"""What takes up a quote may be as many times as long: a prompt's length is an estimate."""
-
 MAX_OFFER_TESTS: Final = 8
 """Most objectives that are tested for an offer, each farther from the stated one."""
 
@@ -477,7 +474,7 @@ class Placer:
         if held is None:
             return self.place(query._replace(takes=0), now_s)
         self._fleet.release(held.keys)
-        if query.prompt_tokens > MAX_LONGER * held.prompt_tokens:  # it is another request
+        if not held.allows(query):
             return self.place(query._replace(takes=0), now_s)
         row = self._fleet.row_of.get(held.replica_id)
         decision = self.place(query, now_s, row, taken=True)
@@ -527,7 +524,8 @@ class Placer:
         ids, roles = self._fleet.ids, self._fleet.roles
         decision = RouteDecision(ids[row], PLACED, tier, ttft_s, None, roles[row], split)
         tokens = float(query.prompt_tokens)
-        held = Held(query.tenant, now_s + hold_s, tokens, name, (query.key, query.prefill_key))
+        terms, keys = ((query.slo.times_s, inf),), (query.key, query.prefill_key)
+        held = Held(query.tenant, now_s + hold_s, tokens, terms, name, keys)
         holds = hold_s > 0.0 and tier is Tier.GUARANTEED and self.quotes.hold(query.key, held)
         if holds:
             self._place(job, chosen, second, tier, ttft_s)
@@ -538,7 +536,7 @@ class Placer:
         """The nearest objective that could be promised, by a few tests of what binds the replica
         that could promise it soonest: later, slower, or with an end-to-end time shorter. Beside
         the offers that are expected to be taken up meanwhile, and later by a margin."""
-        if not self.returns.may_offer(query):
+        if not self.returns.may_offer(query) or not self.quotes.has_room(query.tenant):
             return None
         stated, now_s, share = query.slo, asked.job.now_s, 1.0
         slo, found = stated, tested
@@ -569,7 +567,8 @@ class Placer:
             None if tpot_s is None else tpot_s * slow,
             None if e2e_s is None else e2e_s * slow + late_s,
         )
-        held = Held(query.tenant, now_s + VALID_S, float(query.prompt_tokens))
+        terms = (offered, inf), (stated.times_s, fewer)
+        held = Held(query.tenant, now_s + VALID_S, float(query.prompt_tokens), terms)
         return Offer(offered, fewer) if self.quotes.hold(query.key, held) else None
 
     def _as_offered(self, query: RouteQuery, now_s: float) -> _Tested | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from itertools import accumulate
 from math import ceil, exp, inf, log2
@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import Final, NamedTuple
 
 from sluice.scheduling.recent import used
-from sluice.scheduling.request.job import RouteDecision
+from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import OBJECTIVES, Times
 
 LEVELS: Final = (0.5, 0.9, 0.99)
@@ -54,11 +54,18 @@ MAX_OPEN: Final = 16_384
 """Requests in progress whose predictions are known; of more, the oldest teach nothing."""
 
 SPACING_S: Final = 0.02
-"""Between two requests that teach: a decision under load is not longer for it."""
+"""Between two requests that teach, or two looks for what has ended: a decision under load is not
+longer for it."""
 
-MAX_HELD: Final = 4_096
+MAX_HELD: Final = 1_024
 MAX_HELD_BY_TENANT: Final = 128
-"""Most quotes and offers that can be taken up at a time, and of those of one tenant."""
+"""Most quotes and offers that can be taken up at a time, and of those of one tenant. An offer takes
+some tests, so this also bounds what a flood of refusals costs."""
+
+MAX_TIGHTER: Final = 1.01
+MAX_LONGER: Final = 1.1
+"""What takes up a quote may have objectives tighter by this factor, for those who round, and a
+prompt as many times as long: its length is an estimate."""
 
 ACCEPTING: Final = 0.05
 """How far one offer moves the share of those that are taken up."""
@@ -106,14 +113,27 @@ class Quote(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What the request that takes up a quote or an offer finds. ``keys``: of its reservations, none
-    for an offer."""
+    """What the request that takes up a quote or an offer finds. ``terms``: the objectives that it
+    may have, each with the most output tokens. ``keys``: of its reservations, none for an offer."""
 
     tenant: int
     until_s: float
     prompt_tokens: float
+    terms: tuple[tuple[Times, float], ...]
     replica_id: str = ""
     keys: tuple[int, ...] = ()
+
+    def allows(self, query: RouteQuery) -> bool:
+        """Whether a request is the one that was meant, and not one that asks for more."""
+        tokens = query.output_tokens or inf
+        return query.prompt_tokens <= MAX_LONGER * self.prompt_tokens and any(
+            tokens <= most
+            and all(
+                own_s is None or (held_s is not None and MAX_TIGHTER * own_s >= held_s)
+                for own_s, held_s in zip(query.slo.times_s, times_s, strict=True)
+            )
+            for times_s, most in self.terms
+        )
 
 
 class Ratios:
@@ -162,7 +182,9 @@ class Quotes:
     def __init__(self) -> None:
         self._windows: OrderedDict[Hashable, Ratios] = OrderedDict()
         self._open: OrderedDict[Hashable, Prediction] = OrderedDict()
-        self._held: OrderedDict[int, Held] = OrderedDict()
+        self._held: dict[int, Held] = {}
+        self._held_of: Counter[int] = Counter()
+        self._offered_tokens = 0.0
         self.next_s = -inf
         """From when on the prediction of another request is wanted."""
         self.ends_s = inf
@@ -214,12 +236,17 @@ class Quotes:
 
     # What is held, and offers.
 
+    def has_room(self, tenant: int) -> bool:
+        """Whether something more can be held for this tenant."""
+        return len(self._held) < MAX_HELD and self._held_of[tenant] < MAX_HELD_BY_TENANT
+
     def hold(self, key: int, held: Held) -> bool:
         """Keep what the request that takes ``key`` finds; false: there are too many."""
-        of_tenant = sum(each.tenant == held.tenant for each in self._held.values())
-        if len(self._held) >= MAX_HELD or of_tenant >= MAX_HELD_BY_TENANT:
+        if not self.has_room(held.tenant):
             return False
         self._held[key] = held
+        self._held_of[held.tenant] += 1
+        self._offered_tokens += 0.0 if held.keys else held.prompt_tokens
         self.ends_s = min(self.ends_s, held.until_s)
         return True
 
@@ -228,23 +255,31 @@ class Quotes:
         held = self._held.get(key)
         if held is None or held.tenant != tenant:
             return None
-        return self._held.pop(key)
+        self._forget(key)
+        return held
 
     def ended_by(self, now_s: float) -> list[int]:
-        """Forget what was not taken in time. Returns the keys of its reservations."""
+        """Forget what was not taken in time. Returns the keys of its reservations. ``O(held)``, so
+        no more often than every ``SPACING_S``."""
         gone = {key: held for key, held in self._held.items() if held.until_s <= now_s}
         for key, held in gone.items():
-            del self._held[key]
+            self._forget(key)
             if not held.keys:
                 self.accepted -= ACCEPTING * self.accepted
-        self.ends_s = min((held.until_s for held in self._held.values()), default=inf)
+        next_s = min((held.until_s for held in self._held.values()), default=inf)
+        self.ends_s = max(next_s, now_s + SPACING_S) if self._held else inf
         return [key for held in gone.values() for key in held.keys]
+
+    def _forget(self, key: int) -> None:
+        held = self._held.pop(key)
+        self._offered_tokens -= 0.0 if held.keys else held.prompt_tokens
+        self._held_of[held.tenant] -= 1
+        if not self._held_of[held.tenant]:
+            del self._held_of[held.tenant]
 
     def offered_tokens(self) -> float:
         """Prompt tokens of the offers that are expected to be taken up."""
-        return self.accepted * sum(
-            held.prompt_tokens for held in self._held.values() if not held.keys
-        )
+        return self.accepted * self._offered_tokens
 
     def was_accepted(self, promised: bool) -> None:
         """An offer was taken up in time, and was promised or not: a test that moves the logarithm

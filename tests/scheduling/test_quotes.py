@@ -2,6 +2,7 @@
 
 import random
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -82,9 +83,10 @@ def test_nothing_grows_without_bound() -> None:
     before = quotes.times_s(CHAT)
     quotes.ended(0, (9.0, 9.0, 9.0))
     assert quotes.times_s(CHAT) == before, "the oldest are forgotten"
-    held = [quotes.hold(key, Held(1, 1.0, 5.0)) for key in range(MAX_HELD_BY_TENANT + 1)]
+    one = Held(1, 1.0, 5.0, ())
+    held = [quotes.hold(key, one) for key in range(MAX_HELD_BY_TENANT + 1)]
     assert held == [True] * MAX_HELD_BY_TENANT + [False]
-    assert quotes.hold(10_000, Held(2, 1.0, 5.0)), "another tenant may"
+    assert quotes.hold(10_000, one._replace(tenant=2)), "another tenant may"
 
 
 @pytest.mark.parametrize("slo", [EASY, SLO()])
@@ -138,6 +140,49 @@ def test_a_quote_of_a_short_prompt_is_worth_nothing_to_a_long_one() -> None:
     assert deciding.quotes.accepted == 0.5, "it has taken up no offer"
 
 
+def test_an_offer_is_worth_nothing_to_a_request_that_asks_for_more() -> None:
+    deciding = placer(full_fleet())
+    assert deciding.quote(query(HARD, key=1, tiers=PROMISED), 0.0).offer is not None
+    before = deciding.quotes.margin
+    deciding.place(query(HARD, key=2, tiers=PROMISED)._replace(takes=1), 0.0)
+    assert (deciding.quotes.margin, deciding.quotes.accepted) == (before, 0.5)
+
+    held = Held(0, 1.0, 9_000.0, (((None, 0.5, 3.0), inf), ((None, 0.5, 1.5), 40)))
+    offered, stated, tighter = [SLO(tpot_s=0.5, e2e_s=e2e_s) for e2e_s in (2.99, 1.5, 1.4)]
+    for slo, tokens, allowed in [
+        (offered, 0, True),
+        (offered, 400, True),
+        (stated, 40, True),
+        (stated, 41, False),
+        (stated, 0, False),
+        (tighter, 40, False),
+        (SLO(ttft_s=9.0, e2e_s=3.0), 0, False),
+    ]:
+        assert held.allows(query(slo)._replace(output_tokens=tokens)) == allowed
+
+
+def test_a_flood_of_refusals_is_tested_for_no_more_offers_than_may_be_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deciding, tested = placer(full_fleet()), 0
+    as_offered = deciding._as_offered
+
+    def counted(*given: Any) -> Any:
+        nonlocal tested
+        tested += 1
+        return as_offered(*given)
+
+    monkeypatch.setattr(deciding, "_as_offered", counted)
+    for key in range(1, MAX_HELD_BY_TENANT + 1):
+        assert deciding.quote(query(HARD, key=key, tiers=PROMISED), 0.0).offer is not None
+    before = tested
+    assert before > 0
+    assert deciding.quote(query(HARD, key=1_000, tiers=PROMISED), 0.0).offer is None
+    assert tested == before
+    deciding.place(query(key=1_001), 1.1 * VALID_S)
+    assert deciding.quotes.has_room(0)
+
+
 def test_what_is_held_ends_in_time() -> None:
     fleet, deciding = held_placer()
     fleet.report("0", report(made_s=1.0), 1.0)
@@ -167,7 +212,7 @@ def test_offers_take_a_bounded_part_of_what_is_promised() -> None:
     fleet = fleet_of(report())
     deciding = placer(fleet)
     taken = query(SLO(ttft_s=60.0), key=1, tiers=PROMISED)._replace(takes=9)
-    deciding.quotes.hold(9, Held(0, 1.0, 1_000.0))
+    deciding.quotes.hold(9, Held(0, 1.0, 1_000.0, (((60.0, None, None), inf),)))
     assert deciding.place(taken, 0.0).tier is Tier.GUARANTEED
     refused = deciding.quote(query(HARD, key=2, tiers=PROMISED), 0.0)
     assert refused.decision.reason == UNATTAINABLE
