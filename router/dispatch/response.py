@@ -12,7 +12,7 @@ from typing import Final
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from sluice.protocol.requests import ANTHROPIC, EVENT_STREAM, Endpoint, ResponseHead
+from sluice.protocol.requests import ANTHROPIC, EVENT_STREAM, GENERATING, Endpoint, ResponseHead
 from sluice.router import wire
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.attempt import Answer, Attempt, Piece
@@ -242,7 +242,8 @@ class CallResponse(Response):
                     )
                     self._clock = clock_of(call.slo, call.received_s)
                 silent = self._fetches or self._dispatcher.announces == "off"
-                say = None if silent or not call.body.get("stream") else self._announce
+                asked = call.body.get("stream") and call.endpoint in GENERATING
+                say = self._announce if asked and not silent else None
                 open_ = self._dispatcher.open(call, self._fetches, self._clock, decision, say)
                 answer = self._answer = await open_
             except ApiError as failure:
@@ -292,8 +293,14 @@ class CallResponse(Response):
             await self._send(start)
         await self._send({"type": "http.response.body", "body": note, "more_body": True})
 
+    async def _noted(self) -> None:
+        """The announcement, and the head with it, has left."""
+        if self._note is not None:
+            await asyncio.wait([self._note])
+
     async def _end_with(self, last: bytes, send: Send) -> None:
-        """End a stream with these events."""
+        """End a stream that has begun with an announcement with these events."""
+        await self._noted()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _head_of(self, answer: Answer, late: str = "") -> Message:
@@ -314,8 +321,7 @@ class CallResponse(Response):
         """Forward the pieces of an event stream. Returns the error that broke it, if one did."""
         call = self._call
         if self._begun:
-            if self._note is not None:
-                await asyncio.wait([self._note])
+            await self._noted()
         else:
             self._begun = True
             await send(self._head_of(answer))

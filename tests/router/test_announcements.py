@@ -122,6 +122,23 @@ async def test_a_refusal_after_the_announcement_is_an_event_of_the_stream() -> N
         assert (await lines_until(lines, "error"))[-1].startswith('data: {"error"')
 
 
+async def test_an_answer_without_a_stream_stays_json_whatever_its_body_asks_for() -> None:
+    async def late_vectors(side: FarSide, replica: str, request: EngineRequest) -> Items:
+        edge.dispatcher._announcements.look()
+        await asyncio.sleep(0.1)  # past its TTFT
+        yield ResponseHead(200, "application/json", replica)
+        yield ResponseChunk(b'{"data": []}')
+        yield ResponseTail(5, 0)
+
+    config = RouterConfig(classes=CLASSES)
+    edge = Edge(FarSide(a=late_vectors), FarController(guaranteed()), config)
+    async with edge.client() as client:
+        body = {"model": "m", "input": "Hi", "stream": True}
+        response = await client.post("/v1/embeddings", json=body)
+    assert (response.status_code, response.json()) == (200, {"data": []})
+    assert "x-sluice-late" not in response.headers
+
+
 @pytest.mark.parametrize(
     ("announce", "decision"), [("off", guaranteed()), ("comment", best_effort())]
 )
