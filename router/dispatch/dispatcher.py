@@ -166,7 +166,14 @@ class Dispatcher:
         :meth:`promised`, for the first attempt. ``say``: tells the client which objective will be
         missed. Cancelling stops the attempt. Raises ApiError: the
         last attempt's error, a refused SLO, or quarantine."""
-        case = self._suspicion.open(call) if self._suspicion.contents else SuspicionState()
+        try:
+            case = self._suspicion.open(call) if self._suspicion.contents else SuspicionState()
+        except ApiError:
+            if decision is not None:
+                self._controller.release(request_key(call.request_id))
+                if decision.prefill_id is not None:
+                    self._controller.release(request_key(prefill_id_of(call.request_id)))
+            raise
         transcript = Transcript() if not fetches and may_resume(call) else None
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from sluice.deploy.config import parse_config
-from sluice.protocol.requests import RequestBody
+from sluice.protocol.requests import EngineRequest, RequestBody
 from sluice.router.config import Alternative, RouterConfig, ServiceClass
 from sluice.router.dispatch.degrade import degraded
 from sluice.router.request.call import Call
@@ -16,7 +16,7 @@ from sluice.router.request.prompt import PromptSize, output_limit
 from sluice.scheduling.request.job import DECLINED, RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
-from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, serve
+from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, Items, serve
 from tests.router.test_admission import best_effort, guaranteed, unattainable
 
 ACCEPTS = (Alternative(max_tokens=8), Alternative(ttft_ms=2_000, tpot_ms=300))
@@ -177,3 +177,20 @@ def test_alternatives_are_checked_at_the_start(accepts: Any, said: str) -> None:
     allowed = {"standard": {"accepts": [{"model": "b"}, {"thinking_tokens": 8}]}}
     engine = {"vllm_args": {"reasoning_parser": "qwen3"}}
     parse_config({"engine": engine, "models": {"a": {}, "b": {}}, "router": {"classes": allowed}})
+
+
+async def test_a_promise_of_a_quarantined_request_is_released() -> None:
+    edge = edge_of(guaranteed())
+    seen: list[Call] = []
+
+    async def noted(side: FarSide, replica: str, request: EngineRequest) -> Items:
+        seen.extend(answer.call for answer in edge.dispatcher._attempts.values())
+        async for item in serve(side, replica, request):
+            yield item
+
+    edge.side.behaviours["a"] = noted
+    assert (await post(edge, "flexible")).status_code == 200
+    edge.dispatcher._suspicion._remember(seen[0], 2, 0.0)
+    edge.controller.released.clear()
+    assert (await post(edge, "flexible")).status_code == 422
+    assert edge.controller.released == [edge.controller.queries[-1].key]
