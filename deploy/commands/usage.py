@@ -75,6 +75,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
         UsageAnswer.model_validate(found)
+        if "difference" in found:
+            raise ValueError("it was made with --since, and has no totals")
     except (OSError, ValueError) as error:
         raise Failure(
             Exit.USAGE, f"{path} is no file of `sluice usage --format json`: {error}"
@@ -89,13 +91,14 @@ def _difference(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     for row in now["rows"]:
         old = earlier.pop(tuple(row[name] for name in _KEY), dict.fromkeys(_SUMS, 0.0))
         rows.append(row | {name: row[name] - old[name] for name in _SUMS})
-    if earlier or any(row[name] < -1e-6 for row in rows for name in _SUMS):
+    restarted = now["since"] > before["until"]
+    if restarted or earlier or any(row[name] < -1e-6 for row in rows for name in _SUMS):
         raise Failure(
             Exit.FAILED,
-            "the totals are lower than in that file: the application, or the observer of its "
-            "metrics, has restarted since",
+            "the totals do not include those of that file: the application, or the observer of "
+            "its metrics, has restarted since",
         )
-    return now | {"since": before["until"], "rows": rows}
+    return now | {"since": before["until"], "difference": True, "rows": rows}
 
 
 def _focus(found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
