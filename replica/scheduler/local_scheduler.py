@@ -509,7 +509,10 @@ class LocalScheduler:
         self.counts["preemptions"] += len(preempted)
         for engine_id in preempted:
             tracked = self.requests.get(engine_id)
-            if tracked is not None and tracked.args.promised and tracked.slot != NO_SLOT:
+            if tracked is None or tracked.slot == NO_SLOT:
+                continue
+            self.usage.release(tracked.slot)
+            if tracked.args.promised:
                 self._preempted.setdefault(tracked.slot, (tracked, now_s))
         ids, tokens, computed = zip(*ran, strict=True) if ran else ((), (), ())
         new, before = np.array(tokens), np.array(computed)
@@ -522,7 +525,7 @@ class LocalScheduler:
         if not ran and not planned:
             return StepInFlight(now_s, plan, work, parts_s, preempted)
         self.counts["steps"] += 1
-        shares = self._shares(ids, new, before, preempted) if ran else NO_SHARES
+        shares = self._shares(ids, new, before) if ran else NO_SHARES
         if planned != dict(zip(ids, tokens, strict=True)):
             self.counts["plan_mismatches"] += 1
         checked = {} if checked is None else checked
@@ -537,20 +540,12 @@ class LocalScheduler:
             free_blocks=free,
         )
 
-    def _shares(
-        self, ids: Sequence[str], tokens: Ints, computed: Ints, preempted: Sequence[str]
-    ) -> Floats:
+    def _shares(self, ids: Sequence[str], tokens: Ints, computed: Ints) -> Floats:
         """Whose a batch is."""
-        slots = [
-            NO_SLOT if each is None else each.slot
-            for each in map(self.requests.get, (*preempted, *ids))
-        ]
-        for slot in slots[: len(preempted)]:
-            self.usage.release(slot)
-        own = np.array(slots[len(preempted) :])
-        return self.usage.shares(
-            self.model.pieces, own, tokens, computed, self._budget.block_tokens
-        )
+        ran = map(self.requests.get, ids)
+        slots = np.array([NO_SLOT if each is None else each.slot for each in ran])
+        block_tokens = self._budget.block_tokens
+        return self.usage.shares(self.model.pieces, slots, tokens, computed, block_tokens)
 
     def end_step(
         self,

@@ -496,3 +496,14 @@ def test_garbage_is_kept_until_it_is_time_and_pythons_collector_comes_back():
     assert gc.isenabled()
     collector.stop()
     assert gc.isenabled()
+
+
+def test_blocks_of_a_preempted_request_are_no_longer_its_where_no_batch_follows(engine):
+    for number, (name, client) in enumerate((("e1", "a"), ("e2", "b")), start=1):
+        engine.scheduler.track(name, RequestArgs(name, 0.0, SLO(), client=client), number, 32, 50)
+    engine.step(ran=[("e1", 32, 0), ("e2", 32, 0)], seconds=1.0)
+    idle = engine.scheduler.begin_step(BatchPlan.empty(), [], engine.now_s, ["e1"])
+    engine.end(idle)
+    engine.step(ran=[("e2", 1, 32)], seconds=1.0)
+    held = {each["client"]: each["kv_block_seconds"] for each in engine.table.read().accounts}
+    assert held == {b"a": pytest.approx(2.0), b"b": pytest.approx(2.0 + 3.0)}
