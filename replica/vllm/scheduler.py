@@ -143,6 +143,7 @@ class PlanMixin(_Base):
         )
         self._in_stages: set[str] = set()
         self._garbage = GarbageCollector()
+        self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         if hook_name() == "_mamba_block_aligned_split":
             self._enable_old_hook()
@@ -327,6 +328,7 @@ class PlanMixin(_Base):
     def shutdown(self) -> None:
         """The engine ends."""
         self._garbage.stop()
+        sys.setswitchinterval(self._switch_s)
         super().shutdown()
 
     def _reserve_prefill_lookahead(self, request: Request, computed: int, tokens: int) -> int:

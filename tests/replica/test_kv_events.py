@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -30,9 +31,11 @@ def start(model, tmp_path):
         engines.append(InProcess(model, tmp_path, "fcfs", **args))
         return engines[-1]
 
+    before_s = sys.getswitchinterval()
     yield start
-    for engine in engines:
+    for engine in reversed(engines):
         engine.close()
+    assert sys.getswitchinterval() == before_s
 
 
 def prefix_of_ids(first, tokens):
