@@ -30,6 +30,7 @@ from sluice.router.request.body import parse_object
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
 from sluice.router.request.loop import FIELD as LOOP_FIELD
 from sluice.router.request.prompt import PromptSize, measure, output_limit, output_to_expect
+from sluice.router.request.validation import MAX_NAME_CHARACTERS
 from sluice.router.tenancy.limits import Client, RateLimiter
 from sluice.scheduling.request.objective import clock_of
 from sluice.telemetry.logs import of_request
@@ -158,6 +159,10 @@ class BatchRequest(NamedTuple):
     size: int
 
 
+MAX_MODELS: Final = 128
+"""Most models that the lines of a batch may name."""
+
+
 class Lines(NamedTuple):
     """Requests that name one model: their number, and sums of their prompts and of the most that
     they may generate, which is 0 if one has no limit."""
@@ -225,7 +230,10 @@ def check_lines(file: BinaryIO, url: str, max_line_bytes: int) -> Checked:
                 )
             seen.add(line.custom_id)
             model = line.body.get("model")
-            if model is None or isinstance(model, str):
+            if model is None or (isinstance(model, str) and len(model) <= MAX_NAME_CHARACTERS):
+                if model not in lines and len(lines) >= MAX_MODELS:
+                    message = f"Line {number}: a batch may name at most {MAX_MODELS} models."
+                    raise LineError("too_many_models", message, "model")
                 lines[model] = lines.get(model, Lines()).more(INFERENCE_PATHS[url], line.body)
         except LineError as error:
             faults.append(

@@ -114,9 +114,9 @@ class BatchRecord(BaseModel):
     @property
     def promise(self) -> str | None:
         """What has become of its promised window."""
-        if not self.work_s:
+        if not self.work_s or self.status is Status.CANCELLED:
             return None
-        if self.ended and self.status is not Status.CANCELLED:
+        if self.ended:
             return "missed" if self.cut_short else "kept"
         return "behind" if self.behind else "promised"
 

@@ -35,6 +35,9 @@ MAX_ENTRIES: Final = {
 }
 """Maximum entries of lists and objects, by field. An engine may allow fewer."""
 
+MAX_NAME_CHARACTERS: Final = 512
+"""Maximum characters of a model's name."""
+
 MAX_STOP_CHARACTERS: Final = 4_096
 """Maximum characters of all stop texts: a stream holds back as many."""
 
@@ -242,7 +245,7 @@ _RESERVED_ARGS_PREFIX = "sluice"
 _SCORED = "a string or an object with a list as content, or a list of these"
 
 _Count = Annotated[int, Field(ge=1, le=MAX_TOKENS), INTEGER] | None
-_Name = Annotated[str, Field(min_length=1, max_length=512)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 
 
 class _Any(BaseModel):

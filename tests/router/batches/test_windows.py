@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 from pathlib import Path
 from typing import Any
 
+from sluice.router.batches.lines import MAX_MODELS, Checked, check_lines
 from sluice.router.batches.run import LinePlaces
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.tenancy.limits import ANYONE
@@ -176,3 +179,31 @@ async def test_places_go_to_the_earliest_deadline() -> None:
         await asyncio.sleep(0)
         give_back()
     assert order == ["first", "later", "last", "any", "any too"]
+
+
+async def test_a_cancelled_batch_gives_its_time_back_and_has_no_promise(tmp_path: Path) -> None:
+    async with serving(strict(tmp_path), FarSide(a=Held(0))) as router:
+        router.edge.controller.left = Leftover(2_000.0, HOUR)
+        first = await submit(router.client, [line("first")])
+        await until(router.client, first.id, "in_progress")
+        await router.client.batches.cancel(first.id)
+        done = await until(router.client, first.id, "cancelled", "expired")
+        assert (done.status, promise_of(done)) == ("cancelled", None)
+        # Both together need more than the hour that is left.
+        second = await submit(router.client, [line("second")])
+        begun = await until(router.client, second.id, "in_progress", "failed")
+        assert promise_of(begun) == "promised"
+        assert not windows(router)["kept"] and not windows(router)["missed"]
+
+
+def test_the_models_that_a_batch_names_are_bounded() -> None:
+    def checked(names: list[str]) -> Checked:
+        lines = [line(f"{place}", model=name) for place, name in enumerate(names)]
+        file = io.BytesIO("\n".join(map(json.dumps, lines)).encode())
+        return check_lines(file, "/v1/chat/completions", 1 << 20)
+
+    most = [f"model-{number}" for number in range(MAX_MODELS)]
+    assert list(checked([*most, *most]).lines) == most
+    (fault,) = checked([*most, "one-more"]).faults
+    assert (fault.code, fault.line, fault.param) == ("too_many_models", MAX_MODELS + 1, "model")
+    assert not checked(["m" * 513]).lines, "it is refused when it is run"
