@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from math import inf
+from math import inf, isnan, nan
 
 from msgspec import structs
 
@@ -158,14 +158,15 @@ class Dispatcher:
         clock: TokenClock | None = None,
         decision: RouteDecision | None = None,
         say: Say | None = None,
+        asked_s: float = nan,
     ) -> Answer:
         """Send ``call`` to a replica, and to another while attempts fail; always :meth:`close` the
         answer.
 
         ``fetches``: the client's side can fetch a stream from the replica. ``decision``: of
         :meth:`promised`, for the first attempt. ``say``: tells the client which objective will be
-        missed. Cancelling stops the attempt. Raises ApiError: the
-        last attempt's error, a refused SLO, or quarantine."""
+        missed. ``asked_s``: when the controller was first asked, if it was. Cancelling stops the
+        attempt. Raises ApiError: the last attempt's error, a refused SLO, or quarantine."""
         try:
             case = self._suspicion.open(call) if self._suspicion.contents else SuspicionState()
         except ApiError:
@@ -178,9 +179,9 @@ class Dispatcher:
         clock = clock or clock_of(call.slo, call.received_s)
         answer = Answer(call, case, clock, transcript, self._max_attempts, fetches)
         answer.say = say
+        answer.waits.asked_s = asked_s
         if decision is not None:
-            answer.decided = decision
-            answer.waits.asked_s = answer.waits.decided_s = self.clock()
+            answer.decided, answer.waits.decided_s = decision, self.clock()
         try:
             attempt = await self._next(answer)
         except BaseException as error:
@@ -408,7 +409,9 @@ class Dispatcher:
             decided_s = self.clock()
             answer.alive_s += decided_s - asked_s
             if first:
-                answer.waits.asked_s, answer.waits.decided_s = asked_s, decided_s
+                answer.waits.decided_s = decided_s
+                if isnan(answer.waits.asked_s):
+                    answer.waits.asked_s = asked_s
         promised = decision.tier is Tier.GUARANTEED
         answer.promises += promised
 

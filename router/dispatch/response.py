@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from math import inf
+from math import inf, nan
 from typing import Final
 
 from starlette.responses import Response
@@ -233,7 +233,9 @@ class CallResponse(Response):
         async with guard:
             try:
                 decision = None
+                asked_s = nan
                 if self._place is not None:
+                    asked_s = self._dispatcher.clock()
                     call, model, decision = await self._place()
                     self._call, self._dispatcher, self._metrics = (
                         call,
@@ -244,8 +246,10 @@ class CallResponse(Response):
                 silent = self._fetches or self._dispatcher.announces == "off"
                 asked = call.body.get("stream") and call.endpoint in GENERATING
                 say = self._announce if asked and not silent else None
-                open_ = self._dispatcher.open(call, self._fetches, self._clock, decision, say)
-                answer = self._answer = await open_
+                open_ = self._dispatcher.open
+                answer = self._answer = await open_(
+                    call, self._fetches, self._clock, decision, say, asked_s
+                )
             except ApiError as failure:
                 error = failure
             else:

@@ -7,9 +7,10 @@ import logging
 import pytest
 
 from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseHead, ResponseTail
+from sluice.router.config import Alternative, RouterConfig, ServiceClass
 from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.retries import RETRY_PAUSE_S
-from sluice.scheduling.request.job import RouteDecision, Tier
+from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.lateness import ENGINE, Cause
 from tests.router.far_side import (
     CHAT_BODY,
@@ -92,6 +93,23 @@ async def test_between_tokens_all_but_the_promised_pace_is_a_cause() -> None:
     (ending,) = edge.controller.endings
     assert ending.missed == ("tpot",)
     assert dict(ending.late) == {Cause.PREFILLS: pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize("accepts", [(), (Alternative(max_tokens=8),)])
+async def test_a_late_answer_of_the_controller_is_the_decisions(
+    accepts: tuple[Alternative, ...],
+) -> None:
+    clock = Clock()
+
+    class Busy(FarController):
+        async def route(self, query: RouteQuery) -> RouteDecision | None:
+            clock.now_s += 0.5
+            return await super().route(query)
+
+    config = RouterConfig(classes={"standard": ServiceClass(accepts=accepts)})
+    edge = Edge(FarSide(a=slow(clock, 0.1)), Busy(PROMISED), config, clock)
+    await stream(edge, ttft_ms=400)
+    assert edge.causes("ttft") == {"decision": 1}
 
 
 async def test_a_stream_that_was_resumed_was_late_for_the_failure() -> None:
