@@ -89,7 +89,9 @@ class Recording:
     last: ReportedReplicas = field(default_factory=dict)
     queries: dict[str, tuple[float, RouteQuery]] = field(default_factory=dict)
     endings: dict[str, RequestEnding] = field(default_factory=dict)
+    yielding: set[str] = field(default_factory=set)
     queued: set[str] = field(default_factory=set)
+    """Classes of which requests may run without a promise, and of which they ask again for one."""
     open: bool = True
     """Whether requests that arrive are still recorded."""
     whole: bool = True
@@ -100,7 +102,9 @@ class Recording:
         self.whole &= not traffic.lost and traffic.replicas.keys() == self.replicas.keys()
         self.last = traffic.replicas
         for decided_s, query in traffic.queries if self.open else ():
-            if query.request_id in self.queries and Tier.BEST_EFFORT not in query.tiers:
+            if Tier.BEST_EFFORT in query.tiers:
+                self.yielding.add(query.slo.service_class)
+            elif query.request_id in self.queries and not (query.avoid or query.moves_from):
                 self.queued.add(query.slo.service_class)
             if (arrived_s := decided_s - query.waited_s) >= self.began_s:
                 self.queries.setdefault(query.request_id, (arrived_s, query))
@@ -129,9 +133,9 @@ class Recording:
         hashes: tuple[int, ...] = ()
         if _CHUNK_TOKENS % block_tokens == 0:
             hashes = tuple(_blocks(query.prefix))[: tokens // _CHUNK_TOKENS]
-        when: WhenUnattainable = "best_effort"
-        if Tier.BEST_EFFORT not in query.tiers:
-            when = "queue" if slo.service_class in self.queued else "reject"
+        when: WhenUnattainable = "queue" if slo.service_class in self.queued else "reject"
+        if slo.service_class in self.yielding:
+            when = "best_effort"
         arrival = Arrival(
             arrived_s,
             max(1, tokens),

@@ -51,11 +51,15 @@ def recorded(*of: Asked | RequestEnding) -> Recording:
     return recording
 
 
+STRICT = SLO(ttft_s=1.0, service_class="strict")
+PROMISES_ONLY = frozenset({Tier.GUARANTEED})
+
+
 def test_requests_are_joined_with_their_endings_in_order_of_arrival() -> None:
     recording = recorded(
         asked("before", 99.0),
         asked("late", 103.0),
-        asked("refused", 102.0, tiers=frozenset({Tier.GUARANTEED})),
+        asked("refused", 102.0, slo=STRICT, tiers=PROMISES_ONLY),
         asked("kept", 101.0),
         ended("before"),
         ended("kept"),
@@ -71,9 +75,23 @@ def test_requests_are_joined_with_their_endings_in_order_of_arrival() -> None:
 
 
 def test_a_class_whose_requests_ask_again_queues() -> None:
-    again = asked("a", 101.0, tiers=frozenset({Tier.GUARANTEED}))
+    again = asked("a", 101.0, tiers=PROMISES_ONLY)
     (record,) = recorded(again, again, ended("a")).records(16)
     assert record.unattainable == "queue"
+
+
+@pytest.mark.parametrize("change", [{"moves_from": "a"}, {"avoid": ("a",)}])
+def test_a_request_that_is_asked_about_again_as_it_moves_does_not_queue(change: Any) -> None:
+    first = asked("a", 101.0, slo=STRICT, tiers=PROMISES_ONLY)
+    again = asked("a", 101.0, slo=STRICT, tiers=PROMISES_ONLY, **change)
+    (record,) = recorded(first, again).records(16)
+    assert record.unattainable == "reject"
+
+
+def test_a_request_that_is_promised_less_is_of_a_class_that_may_run_without() -> None:
+    less = asked("a", 101.0, tiers=PROMISES_ONLY)
+    records = recorded(asked("b", 102.0), less).records(16)
+    assert [each.unattainable for each in records] == ["best_effort"] * 2
 
 
 def test_chunks_become_blocks_of_one_size_that_prefixes_share() -> None:
