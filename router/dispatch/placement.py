@@ -432,6 +432,11 @@ def unpromised(decision: RouteDecision) -> RouteDecision:
     return decision._replace(tier=None, predicted_ttft_s=None, planned=None)
 
 
+MAX_OFFERING: Final = 32
+"""Most refusals for which a router asks for offers at a time: a flood of them neither holds up the
+controller's decisions nor waits for a silent one."""
+
+
 class PlacementClient:
     """Asks the controller for placements. One per router process."""
 
@@ -454,6 +459,7 @@ class PlacementClient:
             name for name, entry in classes if entry.when_unattainable != "best_effort"
         }
         self._full_until_s: dict[str, float] = {}
+        self._offering = 0
         self._cold_starts = ColdStarts(replicas, metrics.admission, clock, pause)
         self._had = ProgramTokens()
         self._queues = {
@@ -558,8 +564,14 @@ class PlacementClient:
         """Add the nearest objective that could be promised to a refusal of one, if any could."""
         if refusal.reason.status != 429 or not call.slo.stated or call.loop is not None:
             return
+        if self._offering >= MAX_OFFERING:
+            return
         token = secrets.token_hex(16)
-        quote = await self.quote(call, token, 0.0, splits)
+        self._offering += 1
+        try:
+            quote = await self.quote(call, token, 0.0, splits)
+        finally:
+            self._offering -= 1
         if quote is not None and quote.offer is not None:
             refusal.offer = offer_shown(quote.offer, call.slo, token)
 

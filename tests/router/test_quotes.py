@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,8 +15,9 @@ from sluice.protocol.requests import request_key
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.scheduling.placement.quotes import Quote
-from sluice.scheduling.request.job import NO_REPLICA, RouteDecision
+from sluice.router.dispatch.placement import MAX_OFFERING
+from sluice.scheduling.placement.quotes import Offer, Quote
+from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, serve
 from tests.router.local_controller import LocalController
 from tests.router.test_drain_moves_streams import Replicas
@@ -163,3 +165,31 @@ async def test_a_token_is_checked_and_known_to_the_controller_by_its_key() -> No
             assert answer.status_code == status
     (query,) = controller.queries
     assert query.takes == request_key(token)
+
+
+async def test_a_flood_of_refusals_asks_for_few_offers_at_a_time() -> None:
+    go, full, asked = asyncio.Event(), asyncio.Event(), 0
+
+    class Slow(FarController):
+        async def quote(self, query: Any, hold_s: float) -> Quote | None:
+            nonlocal asked
+            asked += 1
+            if asked == MAX_OFFERING:
+                full.set()
+            await go.wait()
+            return Quote(refusal, offer=Offer((1.0, 1.0, None)))
+
+    refusal = RouteDecision(None, UNATTAINABLE, retry_after_s=1.0)
+    edge = Edge(FarSide(a=serve), Slow(refusal), CONFIG)
+    async with edge.client() as client:
+
+        async def refused() -> httpx.Response:
+            return await client.post("/v1/chat/completions", json=CHAT_BODY)
+
+        waiting = [asyncio.create_task(refused()) for _ in range(MAX_OFFERING)]
+        await full.wait()
+        assert "offer" not in (await refused()).json()["error"]
+        go.set()
+        answers = await asyncio.gather(*waiting, refused())
+        assert {answer.status_code for answer in answers} == {429}
+        assert all("offer" in answer.json()["error"] for answer in answers)
