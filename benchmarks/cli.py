@@ -23,7 +23,7 @@ from sluice.benchmarks.micro.decision import decision
 from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.micro.replay import replay
 from sluice.benchmarks.micro.walk import walk
-from sluice.benchmarks.options import as_json, folder, number_option
+from sluice.benchmarks.options import as_json, folder, number_option, with_real
 from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplotlib
 from sluice.deploy.tables import print_list
 from sluice.simulation.traces import TraceError
@@ -125,8 +125,8 @@ def command_of(experiment: Experiment) -> click.Command:
     return command
 
 
-_REAL = {"promises": promises.with_real, "agents": agents.with_real, "quotes": quotes.with_real}
 for _experiment in EXPERIMENTS.values():
     bench.add_command(command_of(_experiment))
-for _name, _with_real in _REAL.items():
-    _with_real(bench.commands[_name])
+with_real(bench.commands["promises"], promises.measure, promises.OPTIONS)
+with_real(bench.commands["agents"], agents.measure, agents.OPTIONS)
+with_real(bench.commands["quotes"], quotes.measure, quotes.OPTIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -75,6 +75,29 @@ def number_option(
 def choices_option(*names: str, of: Iterable[str], words: str) -> Option[Any]:
     """A repeatable option that takes names ``of`` these; ``words`` are its help."""
     return click.option(*names, multiple=True, type=click.Choice(sorted(of)), help=words)
+
+
+def with_real(
+    command: click.Command, measure: Callable[..., None], options: Sequence[Option[Any]]
+) -> None:
+    """Let the command of a simulated experiment run ``measure`` on real engines. ``options``:
+    ``--real``, and what else ``measure`` takes beside ``seeds`` and ``as_json``."""
+    simulated = command.callback
+    assert simulated is not None
+
+    def callback(real: bool, **given: Any) -> None:
+        own = {name: given.pop(name) for name in names - {"real"}}
+        if real:
+            seeds = range(given["first_seed"], given["first_seed"] + given["seeds"])
+            measure(**own, seeds=seeds, as_json=given["as_json"])
+        else:
+            simulated(**given)
+
+    known = len(command.params)
+    for option in options:
+        option(command)
+    names = {param.name for param in command.params[known:]}
+    command.callback = callback
 
 
 folder = partial(click.Path, file_okay=False, path_type=Path)

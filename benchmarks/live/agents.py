@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf, nan
 from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import click
 import numpy as np
@@ -66,40 +66,26 @@ LOAD: Final = Backlog(6, 10, 0.15, 41, 5.0, scale=1 / 48, gaps=0.05, sub_agents=
 WARM_UP: Final = Backlog(1, 2, 1.0, 40, 1.0, scale=1 / 96, gaps=0.0, sub_agents=0.0)
 
 
-def with_real(command: click.Command) -> click.Command:
-    """The command of the simulated experiment, with real engines behind ``--real``."""
-    simulated = command.callback
-    assert simulated is not None
-
-    @click.option("--real", is_flag=True, help="The backlog on a vLLM engine here, no simulation.")
-    @choices_option("--system", "names", of=RIVALS, words="With --real.  [default: all]")
-    @number_option(
+OPTIONS: Final = (
+    click.option("--real", is_flag=True, help="The backlog on a vLLM engine here, no simulation."),
+    choices_option("--system", "names", of=RIVALS, words="With --real.  [default: all]"),
+    number_option(
         "--seconds",
         default=150.0,
         least=5,
         most=3_600,
         words="With --real: turns that have not ended by then are not answered.",
-    )
-    def callback(real: bool, names: tuple[str, ...], seconds: float, **options: Any) -> None:
-        if real:
-            first, seeds = options["first_seed"], options["seeds"]
-            measure(
-                names or tuple(RIVALS), seconds, range(first, first + seeds), options["as_json"]
-            )
-        else:
-            simulated(**options)
-
-    command.callback = callback
-    command.params += reversed(callback.__click_params__)
-    return command
+    ),
+)
+"""Of :func:`measure`, for ``options.with_real``."""
 
 
 def measure(names: Sequence[str], seconds: float, seeds: Sequence[int], as_json: bool) -> None:
-    """Run the backlog on every system, one after another."""
+    """Run the backlog on every system, or those of ``names``, one after another."""
     setting = setting_of(LOCAL, ARGS, 1)._replace(classes=CLASSES)
     rows: list[Row] = []
     with campaign() as bench:
-        for name in names:
+        for name in names or RIVALS:
             bench.say(f"starting {name}")
             with RIVALS[name].start(setting)(bench) as system:
                 run(bench, system, RIVALS[name], WARM_UP.workload(SLOS["agent"], 0), seconds)

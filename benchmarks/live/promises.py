@@ -67,26 +67,21 @@ _REPORTED_S = 3.0  # until a router's metrics page counts a finished request
 _STARTED_S = 300.0
 
 
-def with_real(command: click.Command) -> click.Command:
-    """The command of the simulated experiment, with the real one behind ``--real``."""
-    simulated = command.callback
-    assert simulated is not None
-
-    words = "Two vLLM replicas here, no simulation: 12 runs for each seed. One takes 8 minutes."
-    lasts = "With --real: how long the arrivals of a run last."
-
-    @click.option("--real", is_flag=True, help=words)
-    @number_option("--seconds", default=20.0, least=2, most=3_600, words=lasts)
-    def callback(real: bool, seconds: float, **options: Any) -> None:
-        if real:
-            first, seeds = options["first_seed"], options["seeds"]
-            measure(seconds, range(first, first + seeds), options["as_json"])
-        else:
-            simulated(**options)
-
-    command.callback = callback
-    command.params += reversed(callback.__click_params__)
-    return command
+OPTIONS: Final = (
+    click.option(
+        "--real",
+        is_flag=True,
+        help="Two vLLM replicas here, no simulation: 12 runs for each seed. One takes 8 minutes.",
+    ),
+    number_option(
+        "--seconds",
+        default=20.0,
+        least=2,
+        most=3_600,
+        words="With --real: how long the arrivals of a run last.",
+    ),
+)
+"""Of :func:`measure`, for ``options.with_real``."""
 
 
 def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:

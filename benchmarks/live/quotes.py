@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import click
@@ -30,25 +30,13 @@ ACCEPT_S: Final = 0.5
 """How long a client takes to take up an offer, seconds."""
 
 
-def with_real(command: click.Command) -> click.Command:
-    """The command of the simulated experiment, with real engines behind ``--real``."""
-    simulated = command.callback
-    assert simulated is not None
-
-    @click.option("--real", is_flag=True, help="One vLLM replica here, no simulation.")
-    @number_option(
+OPTIONS: Final = (
+    click.option("--real", is_flag=True, help="One vLLM replica here, no simulation."),
+    number_option(
         "--seconds", default=60.0, least=5, most=3_600, words="With --real: arrivals of a run."
-    )
-    def callback(real: bool, seconds: float, **options: Any) -> None:
-        if real:
-            first, seeds = options["first_seed"], options["seeds"]
-            measure(seconds, range(first, first + seeds), options["as_json"])
-        else:
-            simulated(**options)
-
-    command.callback = callback
-    command.params += reversed(callback.__click_params__)
-    return command
+    ),
+)
+"""Of :func:`measure`, for ``options.with_real``."""
 
 
 def make_config(_: Bench, port: int) -> Json:
