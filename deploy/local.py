@@ -469,4 +469,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error)
-            raise StartError(f"cannot listen on {host}:{port}: {why}") from error
+            raise StartError(
+                f"cannot listen on {host}:{port}: {why}; --host and --port choose another address"
+            ) from error

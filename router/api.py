@@ -277,7 +277,7 @@ def _add_error_handlers(api: FastAPI) -> None:
         reason = Reason.METHOD_NOT_ALLOWED if error.status_code == 405 else Reason.UNKNOWN_URL
         # The URL's would do, but making one fails where the header `host` or the query is odd.
         path = shown(request.scope["path"], limit=256)
-        message = f"{request.method} {path} is not served here."
+        message = f"{request.method} {path} is not served here; GET /openapi.json has what is."
         return ApiError(reason, message, headers=dict(error.headers or {})).response(at(request))
 
     async def unexpected(request: Request, _: Exception) -> JSONResponse:

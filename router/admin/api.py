@@ -85,7 +85,7 @@ class AdminService:
                 return {"model": model, **drained, "remembered": remembered}
         if silent:
             raise _no_controller()
-        raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}.", "replica_id")
+        raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}; `sluice status` lists them.", "replica_id")
 
     async def _remembered(self, controller: ControllerClient, replica_id: str) -> bool:
         since_s = self._clock()
