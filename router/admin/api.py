@@ -85,7 +85,8 @@ class AdminService:
                 return {"model": model, **drained, "remembered": remembered}
         if silent:
             raise _no_controller()
-        raise ApiError(Reason.NOT_FOUND, f"There is no replica {shown(replica_id)}; `sluice status` lists them.", "replica_id")
+        message = f"There is no replica {shown(replica_id)}; `sluice status` lists them."
+        raise ApiError(Reason.NOT_FOUND, message, "replica_id")
 
     async def _remembered(self, controller: ControllerClient, replica_id: str) -> bool:
         since_s = self._clock()
