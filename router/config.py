@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -15,14 +14,19 @@ from pydantic import (
     model_validator,
 )
 
-from sluice.router.tenancy.auth import KeyEntry, KeyFile, check_bare, check_entries, digest_of
-from sluice.router.tenancy.limits import OutputLimit, PromptLimit
+from sluice.router.tenancy.auth import (
+    AbsolutePath,
+    KeyEntry,
+    check_bare,
+    check_entries,
+    digest_of,
+)
+from sluice.router.tenancy.limits import Milliseconds, OutputLimit, PromptLimit
 from sluice.router.tenancy.tokens import MAX_ISSUERS, TokenIssuer, check_issuers
 from sluice.router.wire import (
     LABEL,
     MAX_OBJECTIVE_MS,
     MAX_TOKENS,
-    MIN_OBJECTIVE_MS,
     is_loopback,
 )
 from sluice.scheduling.fleet.node_labels import LabelName, LabelValue
@@ -44,7 +48,7 @@ class BatchesConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    directory: Path | None = Field(
+    directory: AbsolutePath | None = Field(
         default=None,
         description="Absolute path of the folder that holds files and batches; router replicas "
         "that share it share them. Null: `/v1/files` and `/v1/batches` are off.",
@@ -104,14 +108,6 @@ class BatchesConfig(BaseModel):
         description="Maximum lines in flight in one router replica.",
     )
 
-    @field_validator("directory")
-    @classmethod
-    def _check_directory(cls, value: Path | None) -> Path | None:
-        # Processes of the application have different working directories.
-        if value is not None and not value.is_absolute():
-            raise ValueError("batches.directory must be an absolute path")
-        return value
-
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str | None) -> str | None:
@@ -157,7 +153,7 @@ class AdminConfig(BaseModel):
         max_length=100,
         description="Keys for the admin API only; API keys do not give access to it.",
     )
-    keys_file: KeyFile | None = Field(
+    keys_file: AbsolutePath | None = Field(
         default=None,
         description="Absolute path of a YAML list of more such keys, on every node with a router. "
         "It is read again when it changes.",
@@ -207,11 +203,9 @@ class LoopTerms(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    deadline_ms: float = Field(
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
+    deadline_ms: Milliseconds = Field(
         description="Time from the arrival of the first turn to the end of the last answer, ms; "
-        "the time of tools counts.",
+        "the time of tools counts."
     )
     idle_ms: float = Field(
         default=1000 * IDLE_S,
@@ -241,23 +235,14 @@ class Alternative(BaseModel):
     model: str | None = Field(
         default=None, max_length=128, description="Another model or adapter that is served here."
     )
-    ttft_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="A longer time to first token, ms.",
+    ttft_ms: Milliseconds | None = Field(
+        default=None, description="A longer time to first token, ms."
     )
-    tpot_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="A longer time per output token, ms.",
+    tpot_ms: Milliseconds | None = Field(
+        default=None, description="A longer time per output token, ms."
     )
-    e2e_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="A longer time to the last token, ms.",
+    e2e_ms: Milliseconds | None = Field(
+        default=None, description="A longer time to the last token, ms."
     )
 
     @model_validator(mode="after")
@@ -272,17 +257,9 @@ class ServiceClass(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ttft_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="Time to first token, ms.",
-    )
-    tpot_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="Time per output token after the first, ms.",
+    ttft_ms: Milliseconds | None = Field(default=None, description="Time to first token, ms.")
+    tpot_ms: Milliseconds | None = Field(
+        default=None, description="Time per output token after the first, ms."
     )
     tpot_anchor: TPOTAnchor = Field(
         default=TPOTAnchor.MEAN,
@@ -290,12 +267,7 @@ class ServiceClass(BaseModel):
         "`mean` from the first token to the last, `running_max` at every token, `window` over any "
         "10 tokens.",
     )
-    e2e_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="Time to the last token, ms.",
-    )
+    e2e_ms: Milliseconds | None = Field(default=None, description="Time to the last token, ms.")
     loop: LoopTerms | None = Field(
         default=None, description="A deadline for whole tool loops, that is for sessions."
     )
@@ -364,7 +336,7 @@ class MetricsConfig(BaseModel):
     keys: tuple[KeyEntry, ...] = Field(
         default=(), max_length=100, description="Keys for `/metrics` only."
     )
-    keys_file: KeyFile | None = Field(
+    keys_file: AbsolutePath | None = Field(
         default=None,
         description="Absolute path of a YAML list of more such keys. It is read again when it "
         "changes.",
@@ -376,11 +348,13 @@ class TlsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    certificate: KeyFile = Field(
+    certificate: AbsolutePath = Field(
         description="Absolute path of the certificate and its chain, PEM, on every node with a "
         "router. It is read again when it changes."
     )
-    key: KeyFile = Field(description="Absolute path of its private key, PEM, without a password.")
+    key: AbsolutePath = Field(
+        description="Absolute path of its private key, PEM, without a password."
+    )
 
 
 HeaderName = Annotated[
@@ -432,7 +406,7 @@ class RouterConfig(BaseModel):
         "string, or an object with the key or its digest and the limits of its client. With none "
         "here and in `api_keys_file`, and without `issuers`, every request is accepted.",
     )
-    api_keys_file: KeyFile | None = Field(
+    api_keys_file: AbsolutePath | None = Field(
         default=None,
         description="Absolute path of a YAML list of more such keys, on every node with a router. "
         "It is read again when it changes.",

@@ -20,29 +20,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-MIN_OBJECTIVE_MS = 0.001
-"""Shortest objective that may be asked for: a microsecond, in milliseconds."""
-
-MAX_OBJECTIVE_MS = 86_400_000.0
-"""Longest objective that may be asked for: a day, in milliseconds."""
+MIN_OBJECTIVE_MS = 0.001  # shortest objective that may be asked for: a microsecond, in milliseconds
+MAX_OBJECTIVE_MS = 86_400_000.0  # longest objective that may be asked for: a day, in milliseconds
 
 LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Names of classes and clients: they are sent in headers and label metrics."""
 
-SLO_FIELD: Final = "slo"
-"""Body object with the objective."""
-
-STAGES: Final = "stages"
-"""Key of the body object with the objectives of the request's stages."""
-
-LOOP: Final = "loop"
-"""Key of the body object with the tool loop that the request is a turn of."""
+SLO_FIELD: Final = "slo"  # body object with the objective
+STAGES: Final = "stages"  # key of the body object with the objectives of the request's stages
+LOOP: Final = "loop"  # key of the body object with the tool loop that the request is a turn of
 
 LOOP_DEADLINE: Final = "deadline_ms"
 """Key of the loop: from its first turn to the end of its last one."""
 
-SERVICE_TIER_FIELD: Final = "service_tier"
-"""OpenAI's body field; it selects a service class."""
+SERVICE_TIER_FIELD: Final = "service_tier"  # OpenAI's body field; it selects a service class
 
 TTFT: Final = "ttft_ms"
 TPOT: Final = "tpot_ms"
@@ -107,8 +98,7 @@ expected output tokens."""
 QUEUE_TTL_HEADER: Final = "x-llm-d-inference-ttl"
 """Request: maximum wait in an admission queue, a duration as in Go."""
 
-REPLICA_HEADER: Final = "x-sluice-replica"
-"""Response: the replica that served the request."""
+REPLICA_HEADER: Final = "x-sluice-replica"  # response: the replica that served the request
 
 PREFILL_REPLICA_HEADER: Final = "x-sluice-prefill-replica"
 """Response: the prefill replica, if it is a separate one."""
@@ -119,8 +109,7 @@ REQUEST_ID_HEADER: Final = "x-sluice-request-id"
 CLIENT_REQUEST_ID_HEADER: Final = "x-request-id"
 """Request: the client's own request id, for lookups only. Serve generates one if it is missing."""
 
-CLASS_HEADER: Final = "x-sluice-class"
-"""Response: the service class that the request was served as."""
+CLASS_HEADER: Final = "x-sluice-class"  # response: the service class that the request was served as
 
 ADMISSION_HEADER: Final = "x-sluice-admission"
 """Response: ``guaranteed`` if the SLO is promised, else ``best-effort``."""
@@ -202,11 +191,8 @@ WATCH: Final = "watch"
 STOP_MESSAGE: Final = "sluice.stop"
 """Type of the ASGI message by which a router that stops ends the answers that still run."""
 
-NO_CLASS: Final = "none"
-"""Class label of a request that was refused before its class was known."""
-
-MAX_TOKENS: Final = 2**31 - 1
-"""Largest token count or token id."""
+NO_CLASS: Final = "none"  # class label of a request that was refused before its class was known
+MAX_TOKENS: Final = 2**31 - 1  # largest token count or token id
 
 RESPONSE_HEADERS: Final = (
     REQUEST_ID_HEADER,

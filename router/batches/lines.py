@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from sluice.protocol.requests import Endpoint, RequestBody
 from sluice.router.batches.state import LineFault, Result, Status
@@ -24,7 +24,7 @@ from sluice.router.dispatch.attempt import Answer
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.dispatch.response import with_tier
 from sluice.router.errors import ApiError, Reason, invalid, shown
-from sluice.router.metrics.instruments import Outcome
+from sluice.router.metrics.instruments import Families, Outcome
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, noted
 from sluice.router.request.body import parse_object
 from sluice.router.request.call import MAX_INLINE_BYTES, Call, CallReader
@@ -95,50 +95,42 @@ class BatchMetrics:
     """The counts of one router; their sum over the routers is that of the application."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._ended = Counter(
-            "sluice_batches", "Batches that ended, by status.", ["status"], registry=registry
+        make = Families(registry)
+        self._ended = make.counters("sluice_batches", "Batches that ended, by status.", "status")
+        self._lines = make.counters(
+            "sluice_batch_lines", "Lines that ended, by outcome.", "outcome"
         )
-        self._lines = Counter(
-            "sluice_batch_lines", "Lines that ended, by outcome.", ["outcome"], registry=registry
+        self.waits = make.counter(
+            "sluice_batch_line_waits", "Waits of lines because there was no capacity for them."
         )
-        self.waits = Counter(
-            "sluice_batch_line_waits",
-            "Waits of lines because there was no capacity for them.",
-            registry=registry,
-        )
-        self.put_off = Counter(
+        self.put_off = make.counter(
             "sluice_batches_put_off",
             "Failed runs of batches, which are retried later; the log has the cause.",
-            registry=registry,
         )
-        self._promised = Counter(
+        self._promised = make.counters(
             "sluice_batches_promised",
             "Completion windows of batches by what became of them: promised, refused, or of those "
             "that were promised and have ended kept or missed.",
-            ["outcome"],
-            registry=registry,
+            "outcome",
         )
-        self.running = Gauge("sluice_batches_running", "Running batches.", registry=registry)
-        self.behind = Gauge(
+        self.running = make.gauge("sluice_batches_running", "Running batches.")
+        self.behind = make.gauge(
             "sluice_batches_behind",
             "Running batches that will miss their promised windows unless they get more.",
-            registry=registry,
         )
-        self.in_flight = Gauge(
-            "sluice_batch_lines_in_flight", "Lines in flight.", registry=registry
-        )
+        self.in_flight = make.gauge("sluice_batch_lines_in_flight", "Lines in flight.")
 
     def ended(self, status: Status) -> None:
         """Count a batch."""
-        self._ended.labels(status.value).inc()
+        self._ended(status.value).inc()
 
     def window(self, outcome: WindowOutcome) -> None:
         """Count a completion window."""
-        self._promised.labels(outcome.value).inc()
+        self._promised(outcome.value).inc()
 
     def line(self, outcome: LineOutcome, count: int = 1) -> None:
         """Count lines."""
-        self._lines.labels(outcome.value).inc(count)
+        self._lines(outcome.value).inc(count)
 
 
 # The input of a batch: each line is a JSON object with one request.
@@ -159,8 +151,7 @@ class BatchRequest(NamedTuple):
     size: int
 
 
-MAX_MODELS: Final = 128
-"""Most models that the lines of a batch may name."""
+MAX_MODELS: Final = 128  # most models that the lines of a batch may name
 
 
 class Lines(NamedTuple):

@@ -38,8 +38,7 @@ NOT_RESUMED = (Reason.INTERNAL, "Another replica could not resume the stream.")
 _NO_HEAD = ResponseHead(500, "application/json")
 _NO_DECISION = RouteDecision(None, "none")
 
-_CREATED = re.compile(rb'"created": ?\d+')
-"""The date of an event; it precedes all generated text."""
+_CREATED = re.compile(rb'"created": ?\d+')  # the date of an event; it precedes all generated text
 
 
 class Piece(NamedTuple):

@@ -54,11 +54,8 @@ class Recent(Generic[Value]):
 
 _log = logging.getLogger(__name__)
 
-TTL_S = 1.0
-"""How long an answer, or its failure, is kept, seconds."""
-
-TIMEOUT_S = 2.0
-"""Longest wait for a replica, seconds."""
+TTL_S = 1.0  # how long an answer, or its failure, is kept, seconds
+TIMEOUT_S = 2.0  # longest wait for a replica, seconds
 
 
 class Catalog:

@@ -54,8 +54,7 @@ from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 MAX_WAITING = 256
 """Maximum requests of one class, or of one model without a replica, that wait in one router."""
 
-ASKERS = 4
-"""Requests of a queue that ask: one without a promise must not hold up the others."""
+ASKERS = 4  # requests of a queue that ask: one without a promise must not hold up the others
 
 MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
@@ -376,11 +375,8 @@ _GUARANTEED_ONLY = frozenset({Tier.GUARANTEED})
 _BEST_EFFORT_ONLY = frozenset({Tier.BEST_EFFORT})
 
 
-LOOP_RETRY_S = 10.0
-"""When to try again to begin a loop that cannot be promised, seconds."""
-
-FULL_FOR_S = 5.0
-"""Longest time for which one decision marks a class as out of capacity, seconds."""
+LOOP_RETRY_S = 10.0  # when to try again to begin a loop that cannot be promised, seconds
+FULL_FOR_S = 5.0  # longest time for which one decision marks a class as out of capacity, seconds
 
 
 class DecisionService(Protocol):

@@ -111,8 +111,7 @@ def _is_text(body: dict[str, object]) -> bool:
 
 # The pools of replicas that may serve a whole call, and how long empty ones are waited for.
 
-EMPTY_POOLS_PAUSE_S = 0.25
-"""Pause before pools that were all found empty are asked again, seconds."""
+EMPTY_POOLS_PAUSE_S = 0.25  # pause before pools that were all found empty are asked again, seconds
 
 
 @dataclass
@@ -161,14 +160,9 @@ class Pools:
 # Retry budget of a router: retries are limited to a share of its requests, so that they do not
 # multiply failures which hit every replica.
 
-WINDOW_S: Final = 60.0
-"""Sliding window of the retry budget, seconds."""
-
-REQUESTS_PER_RETRY: Final = 5
-"""Requests in a window that allow one more retry."""
-
-_SLOTS: Final = 20
-"""Parts of the sliding window: counts expire one part at a time."""
+WINDOW_S: Final = 60.0  # sliding window of the retry budget, seconds
+REQUESTS_PER_RETRY: Final = 5  # requests in a window that allow one more retry
+_SLOTS: Final = 20  # parts of the sliding window: counts expire one part at a time
 
 
 class RetryBudget:

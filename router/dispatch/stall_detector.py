@@ -22,20 +22,11 @@ from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.roles import Role
 
-SWEEP_S = 0.25
-"""Interval between two checks of all attempts, seconds."""
-
-ASK_EVERY_S = 1.0
-"""Minimum time between two probes of a replica, seconds."""
-
-ANSWER_S = 0.5
-"""Timeout of a probe, seconds."""
-
-MISSES = 2
-"""Unanswered probes in a row after which a replica counts as unresponsive."""
-
-MAX_NAMES = 256
-"""Maximum number of requests named in one probe; later probes name the others."""
+SWEEP_S = 0.25  # interval between two checks of all attempts, seconds
+ASK_EVERY_S = 1.0  # minimum time between two probes of a replica, seconds
+ANSWER_S = 0.5  # timeout of a probe, seconds
+MISSES = 2  # unanswered probes in a row after which a replica counts as unresponsive
+MAX_NAMES = 256  # maximum number of requests named in one probe; later probes name the others
 
 REMEMBERED_S = 60.0
 """How long an unresponsive replica stays marked as such if nothing came from it, seconds."""
@@ -43,8 +34,7 @@ REMEMBERED_S = 60.0
 SEARCHES = 3
 """Probes to find a live replica in a pool: the least loaded one, then any of Serve's choice."""
 
-SILENCE_S = 60.0
-"""Longest time of a call at replicas without a sign of life, seconds."""
+SILENCE_S = 60.0  # longest time of a call at replicas without a sign of life, seconds
 
 LEAVING_S = 3_600.0
 """A drain without probes counts as life this long, seconds; ``drain_timeout_s`` ends it."""
@@ -52,8 +42,7 @@ LEAVING_S = 3_600.0
 OWN_GAP_S = 5.0
 """A longer time between two checks is a stall of this process, and counts for no call, seconds."""
 
-ON_THE_WAY_S = 10.0
-"""A silent request unknown to its replica after this is lost, seconds."""
+ON_THE_WAY_S = 10.0  # A silent request unknown to its replica after this is lost, seconds
 
 _NOBODY = Progress("", hung=False)
 

@@ -28,8 +28,7 @@ CLEARED_S: Final = 10.0
 TRIAL_S: Final = 1.0
 """Longest wait of a suspect for another one that begins at the same replica, seconds."""
 
-FEW: Final = 3
-"""Maximum number of suspects that are blamed for one loss."""
+FEW: Final = 3  # maximum number of suspects that are blamed for one loss
 
 ONE_LOSS_S: Final = 5.0
 """Failures at one replica within this time of each other count as one loss, seconds."""

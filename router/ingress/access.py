@@ -92,8 +92,7 @@ def _split(url: str) -> SplitResult:
         return urlsplit("")
 
 
-ADMIN_PREFIX: Final = "/admin/"
-"""Path prefix of the admin API."""
+ADMIN_PREFIX: Final = "/admin/"  # path prefix of the admin API
 
 PAGE_PATH: Final = "/ui"
 """The live page. It holds no data, so it needs no key; its data comes from the admin API."""
@@ -126,17 +125,13 @@ class AdminAccess:
         await self._keys.watch()
 
 
-OPEN_PATH: Final = "/health"
-"""Needs no key: load balancers probe it."""
+OPEN_PATH: Final = "/health"  # needs no key: load balancers probe it
 
 LIVE_PATH: Final = "/-/healthz"
 """Needs no key: whether this router takes requests, whatever its replicas do (KubeRay asks)."""
 
-PING_PATH: Final = "/ping"
-"""The same by the name that SageMaker probes."""
-
-ROOT_PATH: Final = "/"
-"""Needs no key: it only lists the other paths."""
+PING_PATH: Final = "/ping"  # the same by the name that SageMaker probes
+ROOT_PATH: Final = "/"  # needs no key: it only lists the other paths
 
 METRICS_PATH: Final = "/metrics"
 

@@ -40,17 +40,13 @@ from sluice.router.request.arrival import endpoint_at
 # an SLO there would count although a proxy in front of the router has not seen it, so trailers are
 # dropped.
 
-MAX_HEAD_BYTES: Final = 64 << 10
-"""Maximum size of a request line and its headers, bytes."""
-
-MAX_HEADERS: Final = 256
-"""Maximum number of a request's headers."""
+MAX_HEAD_BYTES: Final = 64 << 10  # maximum size of a request line and its headers, bytes
+MAX_HEADERS: Final = 256  # maximum number of a request's headers
 
 HEAD_S: Final = 10.0
 """Longest time for a request's head, from its first byte or a connection's begin, seconds."""
 
-IDLE_S: Final = 60.0
-"""Longest silence within a request's body, and between two requests, seconds."""
+IDLE_S: Final = 60.0  # longest silence within a request's body, and between two requests, seconds
 
 LINGER_S: Final = 2.0
 """How long what a client still sends is thrown away after its last answer, seconds. If there were
@@ -470,12 +466,10 @@ GONE_AFTER_S: Final = 60
 """A connection ends when its client has acknowledged nothing, or read nothing, for this long while
 data is pending for it, or has answered no probe, seconds."""
 
-STOP_S: Final = 2.0
-"""How long an answer may take to end with an error, seconds."""
+STOP_S: Final = 2.0  # how long an answer may take to end with an error, seconds
 
 _CHECK_S: Final = 1.0
-_OTHER_FILES: Final = 256
-"""Of those that the process may open, for all but clients."""
+_OTHER_FILES: Final = 256  # of those that the process may open, for all but clients
 
 
 class HttpServer:

@@ -40,11 +40,8 @@ from sluice.telemetry.logs import REQUEST_ID
 REFUSALS_PER_S: Final = 100.0
 """Refusals a router sends per second, so that clients retrying at once cannot keep it busy."""
 
-MAX_HOLD_S: Final = 5.0
-"""Longest time that a refusal waits for its turn, seconds."""
-
-TICK_S: Final = 0.05
-"""Interval between measurements of the event loop's delay, seconds."""
+MAX_HOLD_S: Final = 5.0  # longest time that a refusal waits for its turn, seconds
+TICK_S: Final = 0.05  # interval between measurements of the event loop's delay, seconds
 
 MAX_DELAY_S: Final = 0.05
 """A standing delay beyond this is overload, seconds. It delays every token of every stream."""
@@ -56,8 +53,7 @@ ALWAYS_PER_S: Final = 100.0
 """Requests a second of all clients together that are always accepted. If the event loop is late at
 a lower rate, the cause is a machine short of CPU time and not the requests."""
 
-Pause = Callable[[float], Awaitable[object]]
-"""Sleeps for the given number of seconds."""
+Pause = Callable[[float], Awaitable[object]]  # sleeps for the given number of seconds
 
 Serve = Callable[[Request, Endpoint], Awaitable[Response]]
 """The response to a request of inference, or its error."""

@@ -28,27 +28,29 @@ class Families:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        """A counter."""
-        return Counter(name, text, labels, registry=self._registry)
+    def counter(self, name: str, text: str, labels: str = "") -> Counter:
+        """A counter; ``labels``: their names, with spaces."""
+        return Counter(name, text, labels.split(), registry=self._registry)
 
-    def counters(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+    def counters(self, name: str, text: str, labels: str) -> Callable[..., Counter]:
         """A counter's series, by the values of its labels."""
-        return cache(self.counter(name, text, *labels).labels)
+        return cache(self.counter(name, text, labels).labels)
 
-    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+    def gauge(self, name: str, text: str, labels: str = "") -> Gauge:
         """A gauge."""
-        return Gauge(name, text, labels, registry=self._registry)
+        return Gauge(name, text, labels.split(), registry=self._registry)
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+    def histogram(
+        self, name: str, text: str, buckets: Sequence[float], labels: str = ""
+    ) -> Histogram:
         """A histogram."""
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+        return Histogram(name, text, labels.split(), buckets=buckets, registry=self._registry)
 
     def histograms(
-        self, name: str, text: str, buckets: Sequence[float], *labels: str
+        self, name: str, text: str, buckets: Sequence[float], labels: str
     ) -> Callable[..., Histogram]:
         """A histogram's series, by the values of its labels."""
-        return cache(self.histogram(name, text, buckets, *labels).labels)
+        return cache(self.histogram(name, text, buckets, labels).labels)
 
 
 class Outcome(enum.StrEnum):
@@ -210,56 +212,46 @@ class AdmissionMetrics:
         self.admissions = make.counters(
             "sluice_admissions",
             "Requests that a replica answered and that ended, by admission tier.",
-            "class",
-            "admission",
+            "class admission",
         )
         self._refusals = make.counters(
             "sluice_refusals",
             "Requests that were refused with 403, 429 or 503, by error code.",
-            "class",
-            "reason",
+            "class reason",
         )
         self._promises = make.counters(
             "sluice_promises",
             "Guaranteed requests by outcome: kept if every stated objective was met and the "
             "answer did not fail.",
-            "class",
-            "outcome",
+            "class outcome",
         )
         self._announced = make.counters(
             "sluice_promises_announced",
             "Of these, streams that had said that they were going to miss their SLO.",
-            "class",
-            "outcome",
+            "class outcome",
         )
         self.degraded = make.counters(
             "sluice_degraded",
             "Requests that were promised with less than they asked for, which their class accepts, "
             "by changed field.",
-            "class",
-            "field",
+            "class field",
         )
         self._moved = make.counters(
             "sluice_promises_moved",
             "Of these, requests that moved from a replica that was going to miss their TTFT to "
             "another one that guaranteed it.",
-            "class",
-            "outcome",
+            "class outcome",
         )
         self._missed = make.counters(
             "sluice_promises_missed",
             "Guaranteed requests that missed their SLO, by missed objective, or failed, and by the "
             "cause of most of the lateness.",
-            "class",
-            "objective",
-            "cause",
+            "class objective cause",
         )
         self._client_promises = make.counters(
             "sluice_client_promises",
             "Guaranteed requests by the name of their API key, and by outcome.",
-            "client",
-            "class",
-            "outcome",
+            "client class outcome",
         )
         self._ttft_ratio = make.histograms(
             "sluice_ttft_ratio",
@@ -294,8 +286,7 @@ class AdmissionMetrics:
         self.clamped = make.counters(
             "sluice_clamped",
             "Requests in which an API key's limits changed a field of the SLO.",
-            "client",
-            "field",
+            "client field",
         )
 
     def refused(self, reason: Reason, service_class: str = NO_CLASS) -> None:
@@ -373,7 +364,7 @@ OPERATIONS: dict[Endpoint, str] = {
 }
 """The conventions' names of the endpoints' operations; none exist for scores and speech."""
 
-_OPERATION = "gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model"
+_OPERATION = "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model"
 
 
 class UsageMetrics:
@@ -385,11 +376,10 @@ class UsageMetrics:
         self._tokens = make.counters(
             "sluice_tokens",
             "Tokens of requests that ended: prompt, cached (a part of prompt), generated.",
-            "class",
-            "type",
+            "class type",
         )
         self._client_tokens = make.counters(
-            "sluice_client_tokens", "The same by the name of the API key.", "client", "type"
+            "sluice_client_tokens", "The same by the name of the API key.", "client type"
         )
         self._e2e_s = make.histograms(
             "sluice_e2e_seconds",
@@ -413,28 +403,26 @@ class UsageMetrics:
             "gen_ai_client_token_usage",
             "Input and output tokens of a request (gen_ai.client.token.usage).",
             _TOKEN_BUCKETS,
-            *_OPERATION,
-            "gen_ai_token_type",
+            f"{_OPERATION} gen_ai_token_type",
         )
         self._duration_s = make.histograms(
             "gen_ai_server_request_duration_seconds",
             "Time from a request's arrival to its end (gen_ai.server.request.duration).",
             _DURATION_BUCKETS_S,
-            *_OPERATION,
-            "error_type",
+            f"{_OPERATION} error_type",
         )
         self._first_token_s = make.histograms(
             "gen_ai_server_time_to_first_token_seconds",
             "Time to first token of served requests (gen_ai.server.time_to_first_token).",
             _FIRST_TOKEN_BUCKETS_S,
-            *_OPERATION,
+            _OPERATION,
         )
         self._output_token_s = make.histograms(
             "gen_ai_server_time_per_output_token_seconds",
             "Time per token after the first, of served requests "
             "(gen_ai.server.time_per_output_token).",
             _OUTPUT_TOKEN_BUCKETS_S,
-            *_OPERATION,
+            _OPERATION,
         )
 
     def gap(self, service_class: str) -> Callable[[float], None]:
@@ -486,9 +474,7 @@ class RouterMetrics:
         self._requests = make.counters(
             "sluice_requests",
             "Requests that ended, by service class, outcome and endpoint.",
-            "class",
-            "outcome",
-            "endpoint",
+            "class outcome endpoint",
         )
         self.ttft_s = make.histograms(
             "sluice_ttft_seconds", "Time to first token at the edge.", TTFT_BUCKETS_S, "class"
@@ -499,22 +485,18 @@ class RouterMetrics:
             TPOT_BUCKETS_S,
             "class",
         )
-        by_worth = "class", "priority"
-        self._slo_requests = make.counters(
-            "sluice_slo_requests", "Requests with an SLO.", *by_worth
-        )
-        self._attained = make.counters("sluice_attained", "Requests that met their SLO.", *by_worth)
+        by_worth = "class priority"
+        self._slo_requests = make.counters("sluice_slo_requests", "Requests with an SLO.", by_worth)
+        self._attained = make.counters("sluice_attained", "Requests that met their SLO.", by_worth)
         self._gain = make.counters(
             "sluice_tdg_gain",
             "Token deadline gain earned, of first and of later tokens.",
-            *by_worth,
-            "tokens",
+            f"{by_worth} tokens",
         )
         self._ideal_gain = make.counters(
             "sluice_tdg_ideal",
             "Token deadline gain had every token been in time.",
-            *by_worth,
-            "tokens",
+            f"{by_worth} tokens",
         )
         self.decision_s = make.histogram(
             "sluice_edge_decision_seconds",
@@ -543,8 +525,7 @@ class RouterMetrics:
             "Pause of running streams that moved to another replica, by reason and by whether "
             "their KV was transferred or computed again.",
             TTFT_BUCKETS_S,
-            "reason",
-            "kv",
+            "reason kv",
         )
         self.abandoned = make.counter(
             "sluice_abandoned_attempts",
@@ -581,8 +562,7 @@ class RouterMetrics:
         self._by_client = make.counters(
             "sluice_client_requests",
             "Requests that ended, by the name of their API key and outcome.",
-            "client",
-            "outcome",
+            "client outcome",
         )
         self.clients = ClientNames()
         self.admission = AdmissionMetrics(make, self.clients)

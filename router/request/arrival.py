@@ -9,8 +9,7 @@ from sluice.protocol.requests import SPEECH, UNSCHEDULED, Endpoint
 from sluice.router.request.body import HeldBytes
 from sluice.router.tenancy.limits import ANYONE, Client
 
-MAX_CHARACTERS: Final = 128
-"""Maximum recorded characters of an id."""
+MAX_CHARACTERS: Final = 128  # maximum recorded characters of an id
 
 _UNPRINTABLE = re.compile(r"[^ -~]")
 

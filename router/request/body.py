@@ -35,8 +35,7 @@ PIECE_BYTES: Final = 128 << 10
 MANY_VALUES: Final = 500_000
 """Maximum values that are parsed at once, a string counted as five: some 10 ms."""
 
-_TURN_VALUES: Final = 1_000
-"""Values that are read one by one between two pauses."""
+_TURN_VALUES: Final = 1_000  # values that are read one by one between two pauses
 
 _TURN_S: Final = 1e-4
 """Pause between two pieces, seconds. By itself Python releases the lock only after 5 ms, and an
@@ -123,15 +122,13 @@ def _refused(name: str) -> NoReturn:
     raise msgspec.DecodeError(f"{name} is not a JSON number")
 
 
-MAX_DEPTH = 64
-"""Maximum nesting depth of a body."""
+MAX_DEPTH = 64  # maximum nesting depth of a body
 
 MAX_PARTS = 100_000
 """Maximum number of lists, objects and object keys in a body. They cost far more time and memory
 than their bytes; plain values, such as token ids, are not counted."""
 
-BODY_TIMEOUT_S = 30.0
-"""Longest time that a client may take to send its body, seconds."""
+BODY_TIMEOUT_S = 30.0  # longest time that a client may take to send its body, seconds
 
 
 @dataclass(slots=True)

@@ -52,8 +52,7 @@ from sluice.telemetry.tracing import Span
 # replica, which can only shorten the configured one (its `pkg/epp/flowcontrol/README.md`). It is
 # no end-to-end deadline. The value is a duration as in Go: numbers with units, such as ``1m30s``.
 
-MAX_TTL_S: Final = 86_400.0
-"""Longest wait that may be stated, seconds."""
+MAX_TTL_S: Final = 86_400.0  # longest wait that may be stated, seconds
 
 _TTL_HEADER: Final = wire.QUEUE_TTL_HEADER.encode()
 _UNITS_S: Final = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3_600.0}

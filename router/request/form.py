@@ -20,17 +20,13 @@ from sluice.router.request.body import HeldBytes, announces_more, check_plain
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-MAX_PARTS = 64
-"""Most parts of a form."""
-
-MAX_FIELD_BYTES = 4 << 10
-"""Largest value of a form field that is not the file, bytes."""
+MAX_PARTS = 64  # most parts of a form
+MAX_FIELD_BYTES = 4 << 10  # largest value of a form field that is not the file, bytes
 
 MAX_OVERHEAD_BYTES = 512 << 10
 """Most bytes of a form besides its file: more than the fields and headers may have together."""
 
-PIECE_BYTES = 1 << 20
-"""Bytes of the file that are gathered before they are taken."""
+PIECE_BYTES = 1 << 20  # bytes of the file that are gathered before they are taken
 
 _FILE = "file"
 
@@ -196,8 +192,7 @@ def _bad_form(error: Exception) -> ApiError:
 # A request for a transcription or a translation: a form with audio, read into a body as if it were
 # JSON, with the audio as bytes in its field ``file``.
 
-TIMEOUT_S = 120.0
-"""Longest time that a client may take to send its form, seconds."""
+TIMEOUT_S = 120.0  # longest time that a client may take to send its form, seconds
 
 _FLAGS: Final = (
     "stream",

@@ -35,14 +35,9 @@ MAX_RATIO = 16.0
 FIRST_RATIO = 4.0
 """Characters per token until answers of engines correct it; usual for English text."""
 
-SMOOTHING = 0.1
-"""Weight of the newest observation in the moving average."""
-
-MESSAGE_TOKENS = 4
-"""Approximate tokens that a chat template adds to a message."""
-
-MEDIA_TOKENS = 512
-"""Assumed tokens of an image or of audio; only the engine knows the number."""
+SMOOTHING = 0.1  # weight of the newest observation in the moving average
+MESSAGE_TOKENS = 4  # approximate tokens that a chat template adds to a message
+MEDIA_TOKENS = 512  # assumed tokens of an image or of audio; only the engine knows the number
 
 AUDIO_CHARACTERS_PER_S = 50
 """A second of audio counts as this many characters of text: 12.5 tokens by :data:`FIRST_RATIO`."""
@@ -64,8 +59,7 @@ SCORED = (
 )
 """The names that a scoring request may give to what it scores and against what."""
 
-MAX_OUTPUT_TOKENS = 1 << 31
-"""Upper bound of the counted output tokens."""
+MAX_OUTPUT_TOKENS = 1 << 31  # upper bound of the counted output tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +388,7 @@ def _digest(hasher: blake2b) -> int:
 CHARACTERS_PER_TOKEN: Final = 4
 """Characters that count as a token, whatever the tokenizer: a client can compute it beforehand."""
 
-UNSTATED_OUTPUT_TOKENS: Final = 512
-"""Expected output tokens of a request without any limit of them."""
+UNSTATED_OUTPUT_TOKENS: Final = 512  # expected output tokens of a request without any limit of them
 
 _PROMPT_FIELDS: Final = (
     "messages",

@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from sluice.protocol.requests import ANTHROPIC, Endpoint
 from sluice.router import wire
 from sluice.router.config import RouterConfig
-from sluice.router.errors import ApiError, invalid, shown
+from sluice.router.errors import invalid, shown
 from sluice.router.request.loop import DEADLINE_FIELD, StatedLoop, read_loop
-from sluice.router.request.validation import INTEGER
-from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, TenantLimits
+from sluice.router.request.validation import INTEGER, validated
+from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, Milliseconds, TenantLimits
 from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.scheduling.request.stages import MAX_STAGE_TOKENS, MAX_STAGES, Stage
@@ -39,9 +39,6 @@ FIELD = f"{wire.SLO_FIELD}.{wire.STAGES}"
 _ALLOWED_UNTIL = (
     f'"reasoning_end", "end", or {{"tokens": N}} with an integer N from 1 to {MAX_STAGE_TOKENS}'
 )
-_StageMilliseconds = Annotated[
-    float | None, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
-]
 
 
 class _Tokens(BaseModel):
@@ -56,9 +53,9 @@ class StatedStage(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     until: Literal["reasoning_end", "end"] | _Tokens
-    ttft_ms: _StageMilliseconds = None
-    tpot_ms: _StageMilliseconds = None
-    e2e_ms: _StageMilliseconds = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    e2e_ms: Milliseconds | None = None
 
     def stage(self, name: str, hold: Hold) -> Stage:
         """The stage within its client's limits; ``name`` is the client's name for it."""
@@ -105,18 +102,10 @@ def _read(name: str, value: Any) -> StatedStage:
         raise invalid(
             f"{name} has the unknown key {shown(unknown)}; allowed: {', '.join(fields)}", FIELD
         )
-    try:
-        return StatedStage.model_validate(value)
-    except ValidationError as error:
-        raise _refusal(name, value, error) from None
-
-
-def _refusal(name: str, value: dict[str, Any], error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = str(first["loc"][0])
-    allowed = _ALLOWED_UNTIL if field == "until" else _ALLOWED_MS
-    got = shown(value[field]) if field in value else "nothing"
-    return invalid(f"{name}.{field} must be {allowed}, got {got}", FIELD)
+    allowed = {"until": _ALLOWED_UNTIL}
+    return validated(
+        StatedStage, value, f"{name}.{{}}".format, lambda key: allowed.get(key, _ALLOWED_MS), FIELD
+    )
 
 
 # As many digits as floats of that range are printed with, so that clients may send any such value.
@@ -140,19 +129,15 @@ MIN_TPS, MAX_TPS = 0.001, 1_000_000
 SMG_TIERS = {"system": "priority", "interactive": "priority", "default": "default", "bulk": "flex"}
 """By class of the SGLang Model Gateway, the service tier that selects the class here."""
 
-_Milliseconds = Annotated[
-    float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
-]
-
 
 class _Stated(BaseModel):
     """What one source (body, or set of headers) states. Strict: no string for a number."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    ttft_ms: _Milliseconds | None = None
-    tpot_ms: _Milliseconds | None = None
-    e2e_ms: _Milliseconds | None = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    e2e_ms: Milliseconds | None = None
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY), INTEGER] | None = None
     service_class: str | None = Field(default=None, alias=wire.CLASS)
 
@@ -162,8 +147,8 @@ class _Hints(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    ttft_ms: _Milliseconds | None = None
-    tpot_ms: _Milliseconds | None = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
     priority: Annotated[int, Field(ge=-_MAX_HINT, lt=_MAX_HINT), INTEGER] | None = None
     expected_tokens: Annotated[int, Field(ge=1, le=wire.MAX_TOKENS), INTEGER] | None = None
 
@@ -219,6 +204,7 @@ class SloReader:
         self._class_of_tier = {
             tier: name for name, entry in config.classes.items() for tier in entry.service_tiers
         }
+        self._allowed = {**_ALLOWED, wire.CLASS: f"one of {_names(self._classes)}"}
         # Of requests that state nothing.
         self._presets = {
             name: self.read({wire.SLO_FIELD: {wire.CLASS: name}}, ()) for name in self._classes
@@ -356,28 +342,14 @@ class SloReader:
 
     def _checked(self, values: dict[str, Any], names: Mapping[str, str]) -> _Stated:
         """``values`` by field, validated; ``names`` are the client's names of the fields."""
-        try:
-            stated = _Stated.model_validate(values)
-        except ValidationError as error:
-            raise self._refusal(error, values, names) from None
+        stated = validated(_Stated, values, names.__getitem__, self._allowed.__getitem__)
         class_name = stated.service_class
         if class_name is not None and class_name not in self._classes:
-            raise invalid(self._class_message(names[wire.CLASS], class_name), names[wire.CLASS])
+            name = names[wire.CLASS]
+            raise invalid(
+                f"{name} must be {self._allowed[wire.CLASS]}, got {shown(class_name)}", name
+            )
         return stated
-
-    def _refusal(
-        self, error: ValidationError, values: dict[str, Any], names: Mapping[str, str]
-    ) -> ApiError:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = str(first["loc"][0])
-        if field == wire.CLASS:
-            return invalid(self._class_message(names[field], values[field]), names[field])
-        return invalid(
-            f"{names[field]} must be {_ALLOWED[field]}, got {shown(values[field])}", names[field]
-        )
-
-    def _class_message(self, name: str, value: object) -> str:
-        return f"{name} must be one of {_names(self._classes)}, got {shown(value)}"
 
     def tiers(self, endpoint: Endpoint) -> tuple[str, ...]:
         """Service tiers a request may name. One without a class selects the default class."""
@@ -427,14 +399,7 @@ def _read_hints(nvext: Any) -> tuple[_Stated, int]:
             raise invalid(f"{wrong} must be an object, got {shown(part)}", wrong)
         if part is not None and part.get(inner) is not None:
             given[key] = part[inner]
-    try:
-        hints = _Hints.model_validate(given)
-    except ValidationError as error:
-        field = str(error.errors(include_url=False, include_input=False)[0]["loc"][0])
-        name = wire.NVEXT[field]
-        raise invalid(
-            f"{name} must be {_ALLOWED_HINTS[field]}, got {shown(given[field])}", name
-        ) from None
+    hints = validated(_Hints, given, wire.NVEXT.__getitem__, _ALLOWED_HINTS.__getitem__)
     priority = hints.priority
     if priority is not None:
         priority = min(max(priority, MIN_PRIORITY), MAX_PRIORITY)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -35,8 +35,7 @@ MAX_ENTRIES: Final = {
 }
 """Maximum entries of lists and objects, by field. An engine may allow fewer."""
 
-MAX_NAME_CHARACTERS: Final = 512
-"""Maximum characters of a model's name."""
+MAX_NAME_CHARACTERS: Final = 512  # maximum characters of a model's name
 
 MAX_STOP_CHARACTERS: Final = 4_096
 """Maximum characters of all stop texts: a stream holds back as many."""
@@ -44,8 +43,7 @@ MAX_STOP_CHARACTERS: Final = 4_096
 MAX_SCHEMA_CHARACTERS: Final = 65_536
 """Maximum characters of an output constraint as JSON: schemas, choices, grammars."""
 
-MAX_GRAMMAR_CHARACTERS: Final = 8_192
-"""Maximum characters of a grammar in it."""
+MAX_GRAMMAR_CHARACTERS: Final = 8_192  # maximum characters of a grammar in it
 
 MAX_PATTERN_CHARACTERS: Final = 2_048
 """Maximum characters of all regular expressions in it. The worst patterns of this length, such as
@@ -183,11 +181,8 @@ INTEGER: Final = BeforeValidator(as_integer)
 MAX_CHOICES = 16
 """Maximum number of choices (``n``) of a prompt."""
 
-MAX_PROMPTS = 128
-"""Maximum number of prompts of one completion request."""
-
-MAX_INPUTS = 2048
-"""Maximum number of inputs of one embeddings request, as OpenAI allows."""
+MAX_PROMPTS = 128  # maximum number of prompts of one completion request
+MAX_INPUTS = 2048  # maximum number of inputs of one embeddings request, as OpenAI allows
 
 MAX_MESSAGES = 4096
 """Maximum number of messages of one chat request, and of items of one response's input."""
@@ -205,8 +200,7 @@ _COUNTS = ("n", "max_tokens", "max_completion_tokens", "max_output_tokens")
 _TOKEN_IDS = ("prompt", "input", "tokens")
 """Fields with integers, and with lists of them."""
 
-_SLICE = 1 << 16
-"""Token ids that are checked in one call."""
+_SLICE = 1 << 16  # token ids that are checked in one call
 
 _ENGINE_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _SERVER_FIELDS = {
@@ -318,10 +312,8 @@ def check_body(
     """Check a body for an engine, and return it with an ``int`` for each integer that the router
     reads. ``O(messages)`` or ``O(prompt tokens)``, and ``O(options)``. Raises ApiError: 400."""
     _check_internal(body)
-    try:
-        _FIELDS[endpoint].model_validate(body)
-    except ValidationError as error:
-        raise _refusal(error, endpoint, body) from None
+    schemas = partial(field_schemas, endpoint)
+    validated(_FIELDS[endpoint], body, str, lambda name: _allowed(schemas()[name]))
     for name in _COUNTS:
         if type(body.get(name)) is float:
             body = {**body, name: as_integer(body[name])}
@@ -392,11 +384,25 @@ def _check_internal(body: dict[str, Any]) -> None:
             )
 
 
-def _refusal(error: ValidationError, endpoint: Endpoint, body: dict[str, Any]) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    name = str(first["loc"][0])
-    got = shown(body[name]) if name in body else "nothing"
-    return invalid(f"{name} must be {_allowed(field_schemas(endpoint)[name])}, got {got}", name)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validated(
+    kind: type[_Model],
+    values: Mapping[str, Any],
+    name_of: Callable[[str], str],
+    allowed: Callable[[str], str],
+    param: str | None = None,
+) -> _Model:
+    """What a client states, by field. ``name_of``: its names of fields; ``allowed``: their values
+    in words; ``param``: of an error, if not the field. Raises ApiError: 400."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = str(first["loc"][0])
+    name, got = name_of(field), shown(values[field]) if field in values else "nothing"
+    raise invalid(f"{name} must be {allowed(field)}, got {got}", param or name)
 
 
 def _allowed(schema: dict[str, Any]) -> str:

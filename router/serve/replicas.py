@@ -73,8 +73,7 @@ _encode = msgspec.msgpack.Encoder().encode
 Find = Callable[[str, Role], Awaitable[StreamEndpoint]]
 """Asks a replica in the pool of a role for its endpoint, by its id; another one may answer."""
 
-Elsewhere = Callable[[], ReplicaStream]
-"""Sends a request over Serve's handle."""
+Elsewhere = Callable[[], ReplicaStream]  # sends a request over Serve's handle
 
 
 def _failure_of(ending: Ending) -> ReplicaFailedError:
@@ -392,14 +391,9 @@ class Channels:
                 self._connect_soon(replica_id, role)
 
 
-_TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED
-"""How gRPC refuses a message above its limit."""
-
-_ADDRESS_S = 2.0
-"""Timeout of a replica for its address, seconds."""
-
-_LISTING_S = 1.0
-"""Timeout of replicas for their models where all are asked, seconds."""
+_TOO_LARGE = grpc.StatusCode.RESOURCE_EXHAUSTED  # how gRPC refuses a message above its limit
+_ADDRESS_S = 2.0  # timeout of a replica for its address, seconds
+_LISTING_S = 1.0  # timeout of replicas for their models where all are asked, seconds
 
 _log = logging.getLogger(__name__)
 

@@ -49,5 +49,4 @@ class Running:
         return min(left_s)
 
 
-RUNNING: Final = Running()
-"""Of this process."""
+RUNNING: Final = Running()  # of this process

@@ -115,7 +115,7 @@ KeyEntry = Annotated[
 ]
 """A key alone, or with details of its client."""
 
-KeyFile = Annotated[Path, AfterValidator(_absolute)]  # path of a file of keys
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 _ENTRIES: TypeAdapter[tuple[SecretStr | ApiKey, ...]] = TypeAdapter(tuple[KeyEntry, ...])
 
 

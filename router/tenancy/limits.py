@@ -33,6 +33,11 @@ from sluice.scheduling.tenancy.leaky_bucket import Bucket
 UNNAMED: Final = "unnamed"  # name of every client whose key has no name
 
 
+Milliseconds = Annotated[
+    float, Field(ge=MIN_OBJECTIVE_MS, le=MAX_OBJECTIVE_MS, allow_inf_nan=False)
+]
+"""An objective."""
+
 PromptLimit = Annotated[
     int | None,
     Field(
@@ -73,23 +78,15 @@ class TenantLimits(BaseModel):
     max_priority: int = Field(
         default=MAX_PRIORITY, ge=MIN_PRIORITY, le=MAX_PRIORITY, description="Highest priority."
     )
-    min_ttft_ms: float | None = Field(
+    min_ttft_ms: Milliseconds | None = Field(
         default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
         description="Tightest time to first token, ms. No end-to-end objective may be tighter.",
     )
-    min_tpot_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="Tightest time per output token after the first, ms.",
+    min_tpot_ms: Milliseconds | None = Field(
+        default=None, description="Tightest time per output token after the first, ms."
     )
-    min_e2e_ms: float | None = Field(
-        default=None,
-        ge=MIN_OBJECTIVE_MS,
-        le=MAX_OBJECTIVE_MS,
-        description="Tightest time to the last token, ms.",
+    min_e2e_ms: Milliseconds | None = Field(
+        default=None, description="Tightest time to the last token, ms."
     )
     max_in_flight: int | None = Field(
         default=None,
