@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     field_validator,
@@ -42,11 +41,9 @@ _BUCKET = re.compile(r"(?:s3|gs)://[^/?#@]+(?:/[^?#]*)?")
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([mhd])")
 
 
-class BatchesConfig(BaseModel):
+class BatchesConfig(BaseModel, extra="forbid", frozen=True):
     """Files and batches. Limits apply to the whole directory and not per router, unless they state
     otherwise."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: AbsolutePath | None = Field(
         default=None,
@@ -137,10 +134,8 @@ def window_s(window: str) -> int:
 # Configuration of access to the admin API and the live page.
 
 
-class AdminConfig(BaseModel):
+class AdminConfig(BaseModel, extra="forbid", frozen=True):
     """The admin API under `/admin/v1` and the live page at `/ui`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     access: Literal["off", "key", "open"] = Field(
         default="key",
@@ -171,10 +166,8 @@ class AdminConfig(BaseModel):
 # Configuration of the endpoint picker.
 
 
-class PickerConfig(BaseModel):
+class PickerConfig(BaseModel, extra="forbid", frozen=True):
     """The endpoint picker: routers as the external processors of an Envoy that you already have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     port: int | None = Field(
         default=None,
@@ -196,12 +189,10 @@ Origin = Annotated[
 """A browser's ``Origin`` header: no path, and no slash at the end."""
 
 
-class LoopTerms(BaseModel):
+class LoopTerms(BaseModel, extra="forbid", frozen=True):
     """A deadline for the tool loops of a class: the turns of one session, with those of its
     sub-agents. An objective for each turn, from the end of the tool on, is `e2e_ms` of the
     class."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     deadline_ms: Milliseconds = Field(
         description="Time from the arrival of the first turn to the end of the last answer, ms; "
@@ -216,11 +207,9 @@ class LoopTerms(BaseModel):
     )
 
 
-class Alternative(BaseModel):
+class Alternative(BaseModel, extra="forbid", frozen=True):
     """What a class accepts of a request that cannot be promised as asked: these fields replace its
     own where they ask for less."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_tokens: int | None = Field(
         default=None, ge=1, le=MAX_TOKENS, description="Maximum output tokens of each choice."
@@ -252,10 +241,8 @@ class Alternative(BaseModel):
         return self
 
 
-class ServiceClass(BaseModel):
+class ServiceClass(BaseModel, extra="forbid", frozen=True):
     """The SLO of a request of this class that states none itself."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     ttft_ms: Milliseconds | None = Field(default=None, description="Time to first token, ms.")
     tpot_ms: Milliseconds | None = Field(
@@ -323,10 +310,8 @@ def _default_classes() -> dict[str, ServiceClass]:
     }
 
 
-class MetricsConfig(BaseModel):
+class MetricsConfig(BaseModel, extra="forbid", frozen=True):
     """Access to `/metrics`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     access: Literal["key", "open"] = Field(
         default="key",
@@ -343,10 +328,8 @@ class MetricsConfig(BaseModel):
     )
 
 
-class TlsConfig(BaseModel):
+class TlsConfig(BaseModel, extra="forbid", frozen=True):
     """TLS of the port of HTTP."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     certificate: AbsolutePath = Field(
         description="Absolute path of the certificate and its chain, PEM, on every node with a "
@@ -362,10 +345,8 @@ HeaderName = Annotated[
 ]
 
 
-class SessionsConfig(BaseModel):
+class SessionsConfig(BaseModel, extra="forbid", frozen=True):
     """How requests name the session that they belong to."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     headers: tuple[HeaderName, ...] = Field(
         default=(),
@@ -375,10 +356,8 @@ class SessionsConfig(BaseModel):
     )
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(BaseModel, extra="forbid", frozen=True):
     """The HTTP edge."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field(
         default="127.0.0.1", description="Address that each router listens on, on its node."

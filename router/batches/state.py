@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from sluice.router.batches.byte_store import open_private, sync_folder
 from sluice.router.config import BatchesConfig
@@ -38,10 +38,8 @@ class Status(enum.StrEnum):
 ENDED: Final = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})
 
 
-class FileRecord(BaseModel):
+class FileRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """A stored file. Times are Unix seconds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     id: str
     owner: str
@@ -66,10 +64,8 @@ class FileRecord(BaseModel):
         }
 
 
-class LineFault(BaseModel):
+class LineFault(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Why a batch was refused: ``line`` counts from 1, and is ``None`` for the whole file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     code: str
     message: str
@@ -77,13 +73,11 @@ class LineFault(BaseModel):
     param: str | None = None
 
 
-class BatchRecord(BaseModel):
+class BatchRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """A batch. Times are Unix seconds; ``output_expires_s`` is a duration. ``expires_s``: when what
     is left will not be run; ``reached_s``: time of each status; ``cut_short``: cancelled or expired
     before all lines had run; ``faults``: why it was refused; ``work_s``: engine time of its lines
     by model, where its window is promised; ``behind``: it is going to miss it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     id: str
     owner: str

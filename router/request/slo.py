@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from sluice.protocol.requests import ANTHROPIC, Endpoint
 from sluice.router import wire
@@ -41,16 +41,12 @@ _ALLOWED_UNTIL = (
 )
 
 
-class _Tokens(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+class _Tokens(BaseModel, strict=True, extra="forbid", frozen=True):
     tokens: Annotated[int, Field(ge=1, le=MAX_STAGE_TOKENS), INTEGER]
 
 
-class StatedStage(BaseModel):
+class StatedStage(BaseModel, strict=True, extra="forbid", frozen=True):
     """One stage as a client states it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     until: Literal["reasoning_end", "end"] | _Tokens
     ttft_ms: Milliseconds | None = None
@@ -130,10 +126,8 @@ SMG_TIERS = {"system": "priority", "interactive": "priority", "default": "defaul
 """By class of the SGLang Model Gateway, the service tier that selects the class here."""
 
 
-class _Stated(BaseModel):
+class _Stated(BaseModel, strict=True, extra="forbid", frozen=True):
     """What one source (body, or set of headers) states. Strict: no string for a number."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
@@ -142,10 +136,8 @@ class _Stated(BaseModel):
     service_class: str | None = Field(default=None, alias=wire.CLASS)
 
 
-class _Hints(BaseModel):
+class _Hints(BaseModel, strict=True, extra="forbid", frozen=True):
     """What Dynamo's ``nvext`` states, by the names of :data:`~sluice.router.wire.NVEXT`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from sluice.protocol.requests import Endpoint, RequestBody
 from sluice.router import wire
@@ -242,10 +242,8 @@ _Count = Annotated[int, Field(ge=1, le=MAX_TOKENS), INTEGER] | None
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 
 
-class _Any(BaseModel):
+class _Any(BaseModel, strict=True, extra="ignore"):
     """The fields that all endpoints share and the router relies on."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     model: _Name
 

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     SecretStr,
@@ -40,10 +39,8 @@ _OF_NOTHING: Final = hashlib.sha256(b"").hexdigest()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class ApiKey(BaseModel):
+class ApiKey(BaseModel, extra="forbid", frozen=True):
     """An accepted key or its digest, with the name and the limits of its client."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: SecretStr | None = Field(
         default=None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from sluice.protocol.messages import MAX_HOLD_S, MAX_USES, QuotaUse
 from sluice.protocol.requests import ResponseHead, ResponseTail
@@ -59,10 +59,8 @@ OutputLimit = Annotated[
 """Limits of a request's length, used for a key and for a router."""
 
 
-class TenantLimits(BaseModel):
+class TenantLimits(BaseModel, extra="forbid", frozen=True):
     """The maximum that a client may ask for. A limit that is not set is that of the API."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     classes: tuple[str, ...] | None = Field(
         default=None,

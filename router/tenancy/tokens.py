@@ -23,7 +23,7 @@ from jwt.exceptions import (
     PyJWTError,
 )
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from sluice.router.errors import ApiError, Reason, shown
 from sluice.router.tenancy.auth import KeyRing, bearer_of, unknown_key
@@ -67,11 +67,9 @@ def check_url(url: str) -> str:
     return url
 
 
-class TokenIssuer(BaseModel):
+class TokenIssuer(BaseModel, extra="forbid", frozen=True):
     """An issuer of tokens: an OpenID Connect provider, or any other that signs JWTs and publishes
     its keys. A valid token names its tenant, and gets only limits that are configured here."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     issuer: str = Field(
         min_length=1,
