@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,14 +61,21 @@ class ConfigurationError(RuntimeError):
     """The engine cannot run with its configuration: a restart does not help."""
 
 
+Forward = Callable[[ResponseChunk], bool]
+"""Takes a chunk at once; false: there is no space, and it must come from the iterator."""
+
+
 class Engine(Protocol):
     """An inference engine with Sluice's local scheduler in it."""
 
     async def start(self) -> EngineInfo:
         """Load the model, profile the step time if no profile is known, and be ready."""
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
-        """Serve one request: a head, chunks, and a tail unless the response was cut short.
+    def generate(
+        self, request: EngineRequest, forward: Forward | None = None
+    ) -> AsyncIterator[ResponseItem]:
+        """Serve one request: a head, chunks, and a tail unless the response was cut short. Chunks
+        may go to ``forward`` while the iterator waits.
 
         Closing the iterator aborts the request. A client's mistake is a head with a 4xx status, not
         an exception. Raises EngineDeadError: the engine died; items sent before stay valid."""

@@ -377,11 +377,19 @@ class Replica:
         trace = RequestTrace.begin(self._tracer, request) if self._tracer is not None else None
         if trace is not None:
             request = trace.request
+
+        def forward(chunk: ResponseChunk) -> bool:
+            if trace is not None:
+                trace.saw(chunk)
+            return response.offer(chunk)
+
         try:
-            items = self.engine.generate(request)
             if request.direct_patience_s is not None and self._port is not None:
                 patience_s = request.direct_patience_s
+                items = self.engine.generate(request)
                 items = sent_directly(items, self._port, patience_s, response.end)
+            else:
+                items = self.engine.generate(request, forward)
             async with aclosing(items):  # type: ignore[type-var]
                 async for item in items:
                     if isinstance(item, ResponseHead):

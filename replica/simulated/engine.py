@@ -25,7 +25,13 @@ from sluice.protocol.requests import (
     request_key,
 )
 from sluice.replica.config import EngineConfig
-from sluice.replica.engine import EngineInfo, check_resume, check_transfer, table_capacity
+from sluice.replica.engine import (
+    EngineInfo,
+    Forward,
+    check_resume,
+    check_transfer,
+    table_capacity,
+)
 from sluice.replica.openai_format import Call, ResponseWriter, models_body, parse_call
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
 from sluice.replica.scheduler.state_table import StateTable
@@ -142,7 +148,9 @@ class SimulatedEngine:
         """See :meth:`sluice.replica.engine.Engine.set_role`."""
         self._table.set_role(role)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(
+        self, request: EngineRequest, forward: Forward | None = None
+    ) -> AsyncIterator[ResponseItem]:
         """Serve one request; a refusal also ends with a tail."""
         await self.check_health()
         received_s = self._clock()

@@ -83,6 +83,14 @@ class Response:
         self._items.append(item)
         self._wake()
 
+    def offer(self, item: ResponseItem) -> bool:
+        """Add an item now, if there is space."""
+        if len(self._items) >= MAX_BUFFERED_ITEMS:
+            return False
+        self._items.append(item)
+        self._wake()
+        return True
+
     def end(self, error: BaseException | None) -> None:
         """No more items will be put. Only the first call counts."""
         if not self.over:

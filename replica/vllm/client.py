@@ -23,6 +23,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import ResponseChunk, Resume
+from sluice.replica.engine import Forward
 from sluice.replica.grammar.backends import constrain, use
 from sluice.replica.grammar.bound import TOO_COSTLY
 from sluice.replica.grammar.check import GrammarCheck, structural_tags
@@ -36,6 +37,8 @@ from sluice.replica.scheduler.xargs import ID, KEY_PREFIX, from_xargs, to_xargs
 # vLLM's output processor again, in the same steps as before. This restores the state of text, stop
 # strings and the layer's parsers, and makes the same events. The engine itself gets the prompt
 # followed by those tokens and computes the rest.
+
+encode_text = msgspec.json.Encoder().encode
 
 AT_ONCE = 32  # Outputs that are repeated before the event loop gets a turn: some milliseconds
 
@@ -148,7 +151,9 @@ class ApiCall:
     ``resumable``, ``staged``: chunks carry token ids, or times. ``resume``: the part that its
     client has, ``repeated``: its outputs. ``reasoned``: the token that ended the reasoning, from 1,
     ``unsent_reasoned`` from the first unsent one; 0: none. ``adapter``: vLLM's number of the
-    directory's adapter; 0: none."""
+    directory's adapter; 0: none. ``wait``: its key among ``waits``. ``forward``: takes chunks at
+    once, ``template``: with this around their text, once it is known; ``forwarded``: ids of the
+    tokens that vLLM's layer has not seen yet."""
 
     received_s: float
     engine_ids: list[str] = field(default_factory=list)
@@ -180,6 +185,25 @@ class ApiCall:
     cache_salt: str | None = None
     adapter: int = 0
     rank: int = 0
+    wait: tuple[int, int] = (0, 0)
+    forward: Forward | None = None
+    template: tuple[bytes, bytes] | None = None
+    forwarded: list[int] = field(default_factory=list)
+
+    def relay(self, output: Any) -> bool:
+        """Send an output, neither the first nor the last, past vLLM's layer; false: not possible.
+        The layer gets its token ids with the next output that it sees, to count them."""
+        if self.template is None or self.forward is None or self.unsent_tokens or output.finished:
+            return False
+        (choice,) = output.outputs
+        before, after = self.template
+        ids = tuple(choice.token_ids) if self.resumable else ()
+        text = before + encode_text(choice.text) + after
+        if not self.forward(ResponseChunk(text, len(choice.token_ids), ids)):
+            return False
+        self.forwarded += choice.token_ids
+        self.output_tokens += len(choice.token_ids)
+        return True
 
     def count(
         self, output: Any, counted: dict[int, int], plain: bool = False, first: bool = True
@@ -235,6 +259,28 @@ class ApiCall:
         """Seconds from ``received_s`` to its first batch, if vLLM reports it."""
         scheduled_s = getattr(self.stats, "scheduled_ts", 0.0)
         return max(0.0, scheduled_s - self.received_s) if scheduled_s else None
+
+
+class _Relay:
+    """Where vLLM puts a request's outputs: they go to the client at once while its generator waits
+    for the next one, else to vLLM's queue. A task that wakes for each token costs more than all
+    else that happens to it in this process."""
+
+    __slots__ = ("_call", "_queue", "_waits")
+
+    def __init__(self, queue: Any, call: ApiCall, waits: dict[tuple[int, int], float]) -> None:
+        self._queue = queue
+        self._call = call
+        self._waits = waits
+
+    def put(self, output: Any) -> None:
+        """Called by vLLM, also with an error."""
+        key, queue = self._call.wait, self._queue
+        waits = key in self._waits and queue.output is None
+        if waits and not isinstance(output, Exception) and self._call.relay(output):
+            self._waits[key] = time.monotonic()
+        else:
+            queue.put(output)
 
 
 class WatchedLLM(AsyncLLM):
@@ -355,6 +401,8 @@ class WatchedLLM(AsyncLLM):
             current = call or CURRENT_CALL.get()
             request.data_parallel_rank = 0 if current is None else current.rank
         if call is None or call.resume is None or not call.resume.token_ids:
+            if call is not None and call.forward is not None and parent_req is None:
+                queue = _Relay(queue, call, self.waits)
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
         rest = rest_of(request, call.resume.token_ids, call.prefill_only)
@@ -401,6 +449,8 @@ class WatchedLLM(AsyncLLM):
     ) -> AsyncGenerator[Any, None]:
         """Forward the outputs of ``watched``, which wraps ``source``; see :attr:`waits`."""
         key = 0 if call is None else call.rank, id(source)
+        if call is not None:
+            call.wait = key
         try:
             while True:
                 self.waits[key] = time.monotonic()
@@ -430,6 +480,9 @@ async def _watch(
                 if number % AT_ONCE == 0:
                     await asyncio.sleep(0)
                 call.count(output, counted, plain, first_prompt)
+                if call.forwarded:
+                    output.outputs[0].token_ids = [*call.forwarded, *output.outputs[0].token_ids]
+                    call.forwarded = []
                 if not plain:
                     yield output
                     continue

@@ -34,6 +34,7 @@ from sluice.protocol.requests import (
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
     EngineInfo,
+    Forward,
     check_resume,
     check_transfer,
     chunks_of,
@@ -58,7 +59,9 @@ from sluice.replica.vllm.serving import (
     Serving,
     called_tools,
     event_bytes,
+    is_plain,
     refused,
+    template_of,
     whole_response,
     with_upload,
 )
@@ -325,7 +328,9 @@ class VllmEngine:
         """See :meth:`sluice.replica.engine.Engine.set_role`."""
         self._table.set_role(role)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(
+        self, request: EngineRequest, forward: Forward | None = None
+    ) -> AsyncIterator[ResponseItem]:
         """Serve one request; a refusal has a tail, an aborted request none. The head waits for the
         first piece: if the engine dies before it, another replica can serve the request."""
         if self._llm is None:
@@ -353,6 +358,8 @@ class VllmEngine:
             for item in _refusal(error, request.endpoint):
                 yield item
             return
+        if call.resume is None and not call.staged and is_plain(request.endpoint, serving, body):
+            call.forward = forward
         self._llm.calls[request.request_id] = call
         self._live += 1
         self._idle.clear()
@@ -478,7 +485,10 @@ class VllmEngine:
                     begun = True
                     yield ResponseHead(200, EVENT_STREAM)
                 for each in early or (event,):
-                    for chunk in call.chunks(event_bytes(each, endpoint)):
+                    data = event_bytes(each, endpoint)
+                    if call.forward is not None and call.template is None:
+                        call.template = template_of(data)
+                    for chunk in call.chunks(data):
                         yield chunk
                 early.clear()
         except RequestError:
@@ -504,6 +514,7 @@ class VllmEngine:
             if not ended and call.engine_ids and self._llm is not None and not self._llm.errored:
                 await self._llm.abort(call.engine_ids)
         finally:
+            call.forward = None  # or the response and its task would refer to each other
             if self._llm is not None:
                 self._llm.calls.pop(request_id, None)
             self._live -= 1

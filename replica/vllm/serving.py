@@ -179,6 +179,35 @@ def called_tools(data: bytes) -> Iterator[str]:
     return (name.decode() for match in _CALLED.finditer(data) for name in match.groups() if name)
 
 
+_TEXT_EVENT: Final = re.compile(
+    rb'data: \{[^\n]*"choices":\[\{"index":0,(?:"delta":\{"content"|"text"):'
+    rb'("(?:[^"\\]|\\.)*")\}?,"logprobs":null,"finish_reason":null(?:,"\w+":null)*\}\]\}\n\n'
+)
+"""An event with nothing but text."""
+
+
+def template_of(event: bytes) -> tuple[bytes, bytes] | None:
+    """What precedes and what follows the text, a JSON string, in a stream of such events."""
+    found = _TEXT_EVENT.fullmatch(event)
+    return None if found is None else (event[: found.start(1)], event[found.end(1) :])
+
+
+def is_plain(endpoint: Endpoint, serving: Serving, body: Any) -> bool:
+    """Whether an answer may be a stream of events that differ in nothing but their text: one prompt
+    and one choice, no parser of reasoning or tools, and no log of what is written."""
+    layer = serving.layer
+    if endpoint == "chat":
+        logs = getattr(layer, "enable_log_outputs", True)
+        plain = getattr(layer, "parser_cls", layer) is None and not logs
+    else:
+        prompt = getattr(body, "prompt", None)
+        plain = endpoint == "completions" and (
+            isinstance(prompt, str)
+            or (isinstance(prompt, list) and isinstance(next(iter(prompt), None), int))
+        )
+    return plain and bool(body.stream) and body.n in (None, 1)
+
+
 def _error_bytes(event: str, endpoint: Endpoint) -> bytes:
     given = json.loads(event.partition("data: ")[2])["error"]
     error = RequestError(given["message"], given.get("param"), int(given.get("code") or 500))

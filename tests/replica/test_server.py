@@ -98,7 +98,7 @@ async def test_the_engine_s_own_refusals_pass_through() -> None:
 class ItemByItem(SimulatedEngine):
     """Counts the items that left it; each token is an item of its own."""
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[ResponseItem]:
         self.left = 0
         for _ in range(int(request.body["max_tokens"])):
             self.left += 1
@@ -122,10 +122,30 @@ async def test_what_is_ready_comes_at_once_and_never_more_than_fits() -> None:
         assert max(sizes) == MAX_BUFFERED_ITEMS
 
 
+class PastTheIterator(SimulatedEngine):
+    """Hands on as many chunks as there is space for, and yields the next one."""
+
+    async def generate(self, request: EngineRequest, *forward: Any) -> AsyncIterator[ResponseItem]:
+        self.taken = 0
+        yield ResponseHead(200, "text/event-stream")
+        while forward[0](ResponseChunk(b"%d " % self.taken, 1)):
+            self.taken += 1
+        yield ResponseChunk(b"%d " % self.taken, 1)
+        yield ResponseTail(1, self.taken + 1)
+
+
+async def test_chunks_that_are_handed_on_are_bounded_and_come_in_order() -> None:
+    async with running(engine_type=PastTheIterator) as replica:
+        items = [item for batch in await batches_of(replica, completion()) for item in batch]
+        data = b"".join(item.data for item in items if isinstance(item, ResponseChunk))
+        assert [*map(int, data.split())] == [*range(MAX_BUFFERED_ITEMS)]
+        assert isinstance(items[0], ResponseHead) and isinstance(items[-1], ResponseTail)
+
+
 class InLargeChunks(SimulatedEngine):
     """Answers with chunks of the most that a chunk may have."""
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, "application/json")
         for chunk in chunks_of(b"x" * int(request.body["bytes"])):
             yield chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -160,6 +161,77 @@ async def test_streamed_and_plain_say_the_same_and_count_alike(engine, endpoint)
     else:
         assert plain["choices"][0]["text"] == "".join(choice["text"] for choice in choices)
     assert plain["id"].endswith("plain")
+
+
+def form_of(chunks):
+    """Texts by choice, usage and endings of a stream, and what its events have besides. vLLM may
+    put two steps into one event."""
+    texts, usage, rest = {}, None, set()
+    for event in events_of(chunks):
+        usage = event.pop("usage", None) or usage
+        for choice in event["choices"]:
+            place = choice.get("delta", choice)
+            key = "content" if "delta" in choice else "text"
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + place.pop(key, "")
+            choice.update(dict.fromkeys({"logprobs", "token_ids"} & choice.keys()))
+        rest.add(json.dumps({**event, "id": "", "created": 0}))
+    return texts, usage, rest
+
+
+USAGE = {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "passes"),
+    [
+        ("completions", {}, True),
+        ("completions", {"temperature": 1.9, "seed": 3, "stop": ["e", "\ufffd"]}, True),
+        ("completions", {"echo": True, "stream_options": USAGE}, True),
+        ("completions", {"logprobs": 1}, False),
+        ("completions", {"return_token_ids": True}, False),
+        ("completions", {"n": 2, "temperature": 1, "seed": 1}, False),
+        ("completions", {"prompt": [PROMPT, PROMPT]}, False),
+        ("chat", {"temperature": 1.9, "seed": 5, "stream_options": USAGE}, True),
+        ("chat", {"stream_options": {**USAGE, "continuous_usage_stats": True}}, False),
+    ],
+    ids=str,
+)
+async def test_events_that_pass_by_vllms_layer_are_like_its_own(
+    engine, monkeypatch, endpoint, body, passes
+):
+    """Also where there is no space for them now and then."""
+    monkeypatch.setattr(engine._servings["chat"].layer, "parser_cls", None)
+    number = itertools.count()
+
+    async def streamed(full):
+        name = f"passes {endpoint} {body} {next(number)}"
+        asked = request(name, endpoint, stream=True, max_tokens=40, **body)
+        items, offered = [], []
+
+        def forward(chunk):
+            offered.append(chunk)
+            if full(len(offered)):
+                return False
+            items.append(chunk)
+            return True
+
+        async for item in engine.generate(replace(asked, resumable=True), forward):
+            items.append(item)  # noqa: PERF401, for others come in between
+        return items, offered
+
+    own, _ = await streamed(lambda _: True)
+    for full in (lambda _: False, lambda at: at % 5 == 3):
+        found, offered = await streamed(full)
+        assert bool(offered) == passes
+        (_, chunks, tail), (_, own_chunks, own_tail) = split(found), split(own)
+        assert form_of(chunks) == form_of(own_chunks)
+        assert tail[:2] == own_tail[:2]
+        assert sum(chunk.tokens for chunk in chunks) == sum(chunk.tokens for chunk in own_chunks)
+        ids = [
+            [token for chunk in each for token in chunk.token_ids] for each in (chunks, own_chunks)
+        ]
+        assert ids[0] == ids[1]
 
 
 async def test_of_several_prompts_and_choices_the_first_is_followed(engine):

@@ -134,7 +134,7 @@ async def test_tokens_need_no_turn_of_their_requests_task(
 class Waits(SimulatedEngine):
     """Sends one token."""
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Any]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[Any]:
         yield ResponseHead(200, "text/event-stream")
         yield ResponseChunk(b"data: 0\n\n", 1)
         await asyncio.Event().wait()
@@ -169,7 +169,7 @@ async def test_the_messages_of_one_read_leave_in_one_write(monkeypatch: pytest.M
 class Floods(SimulatedEngine):
     """Sends without end, faster than anybody reads."""
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Any]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[Any]:
         yield ResponseHead(200, "text/event-stream")
         while True:
             yield ResponseChunk(b"data: %s\n\n" % (b"x" * 4096), 1)

@@ -163,7 +163,7 @@ class Counts(SimulatedEngine):
         super().__init__(*args)
         self.left: Counter[str] = Counter()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[ResponseItem]:
         for _ in range(int(request.body["max_tokens"])):
             self.left[request.request_id] += 1
             yield ResponseChunk(b"x", 1)
@@ -204,7 +204,7 @@ class Breaks(SimulatedEngine):
 
     error: Exception = EngineDeadError("dead")
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, "text/event-stream")
         yield ResponseChunk(b"one", 1)
         raise self.error
@@ -217,14 +217,14 @@ class BreaksOddly(Breaks):
 class Ends(SimulatedEngine):
     """Ends without a tail."""
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, "text/event-stream")
 
 
 class Large(SimulatedEngine):
     """Sends a chunk that is longer than any may be."""
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[ResponseItem]:
+    async def generate(self, request: EngineRequest, *_: Any) -> AsyncIterator[ResponseItem]:
         yield ResponseHead(200, "text/event-stream")
         yield ResponseChunk(b"x" * (server_module.MAX_CHUNK_BYTES + 1), 1)
 
