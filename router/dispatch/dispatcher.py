@@ -58,7 +58,6 @@ from sluice.router.metrics.instruments import (
 )
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import TokenEstimator, outputs_of
-from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import (
     ReaderLostError,
     ReplicaFailedError,
@@ -66,6 +65,7 @@ from sluice.router.serve.contract import (
     StalledReaderError,
     error_of,
 )
+from sluice.router.serve.running import CHOSEN
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.placement.windows import Leftover

@@ -19,7 +19,7 @@ from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.config import ControllerConfig
 from sluice.protocol.requests import EngineRequest
 from sluice.router import wire
-from sluice.router.serve import choices, running
+from sluice.router.serve import running
 from sluice.router.serve.hint import NO_REPLICA_WAIT_S, DrainedError, Hint, NoReplicaError
 from sluice.scheduling.fleet.ranks import replica_of
 
@@ -80,7 +80,7 @@ class HintRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, EngineRequest):
             # Through its module: the dictionary itself would be pickled with this class, as a copy.
-            on_choice = choices.CHOSEN.get(request.request_id)
+            on_choice = running.CHOSEN.get(request.request_id)
             if on_choice is not None:
                 hinted = _hint_of(pending_request).target or ""
                 chosen_id = chosen.replica_id.unique_id

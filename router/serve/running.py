@@ -1,4 +1,6 @@
-"""The replicas that run, as Serve's request router knows them; all else has only a handle."""
+"""The replicas that run and those that are chosen, as Serve's request router knows them; all else
+has only a handle. Serve copies its request router's module by value, so what that shares with the
+process stands here."""
 
 from __future__ import annotations
 
@@ -48,5 +50,9 @@ class Running:
             left_s.append(max(since_s + took_s - self._clock(), LATE_PART * took_s))
         return min(left_s)
 
+
+CHOSEN: Final[dict[str, Callable[[str], None]]] = {}
+"""Of this process, by the id of an open request: called with each replica chosen for it, before
+that answers."""
 
 RUNNING: Final = Running()  # of this process

@@ -41,8 +41,8 @@ from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.loop import LoopService
 from sluice.router.request.prompt import PromptSize
-from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
+from sluice.router.serve.running import CHOSEN
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.placement.windows import Leftover

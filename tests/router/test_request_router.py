@@ -31,12 +31,11 @@ from sluice.router.errors import Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
 from sluice.router.request.prompt import PromptSize
-from sluice.router.serve.choices import CHOSEN
 from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.hint import Hint, NoReplicaError
 from sluice.router.serve.replicas import ServeReplicas, ServeStream
 from sluice.router.serve.request_router import HintRouter
-from sluice.router.serve.running import RUNNING
+from sluice.router.serve.running import CHOSEN, RUNNING
 from sluice.scheduling.fleet.ranks import rank_name
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import hello
