@@ -23,6 +23,7 @@ from sluice.scheduling.request.kernels import (
     FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
+    LEAST,
     PENDING,
     PRIORITY,
     PROMISED,
@@ -33,7 +34,7 @@ from sluice.scheduling.request.kernels import (
     Floats,
     Ints,
 )
-from sluice.scheduling.request.objective import SLO, Times
+from sluice.scheduling.request.objective import SLO, Times, TPOTAnchor
 from sluice.scheduling.request.queue import row_of
 from sluice.scheduling.request.stages import Stage as RestStage
 from sluice.scheduling.request.stages import later_of
@@ -174,6 +175,8 @@ class Requests:
         arrival = self.arrivals[key]
         expected = self._predictor.predict(arrival.task, arrival.prompt_tokens)
         self.rows[key, EXPECTED] = expected
+        if arrival.slo.tpot_anchor is TPOTAnchor.MEAN and not arrival.stages:
+            self.rows[key, LEAST] = self._predictor.least(arrival.task)
 
     def serve_as(
         self,

@@ -26,6 +26,7 @@ from sluice.scheduling.placement.output_lengths import TaskLengths
 from sluice.scheduling.request.kernels import (
     BEST_EFFORT,
     EMITTED,
+    LEAST,
     PENDING,
     PROMISED,
     RUNNING,
@@ -191,7 +192,8 @@ class RunningStages:
 class TrackedRequest:
     """A live request, beyond what its engine knows of it; one API call can be several. To a policy
     each stage is a request, whose prompt includes the ``begun`` tokens of output before it; ``slo``
-    and ``arrival_s`` are its. ``expected_tokens`` is for the whole output, nan if unknown.
+    and ``arrival_s`` are its. ``expected_tokens`` is for the whole output, nan if unknown;
+    ``least_tokens``: see :class:`~sluice.scheduling.request.queue.RequestView`.
     ``cached_tokens``: of the prompt, when it first ran; ``apart``: from when to when it could not
     run, and why."""
 
@@ -206,6 +208,7 @@ class TrackedRequest:
     begun: int = 0
     cached_tokens: int = 0
     apart: tuple[tuple[float, float, Cause], ...] = ()
+    least_tokens: float = 0.0
 
     def row(self, prompt_tokens: int) -> list[float]:
         """Its row in the queue, as it has just arrived."""
@@ -220,7 +223,7 @@ class TrackedRequest:
             args.weight,
             args.turn.program if args.turn else 0,
         )
-        row[PROMISED] = args.promised
+        row[PROMISED], row[LEAST] = args.promised, self.least_tokens
         return row
 
 
@@ -341,6 +344,8 @@ class LocalScheduler:
         tracked = TrackedRequest(
             name or args.request_id, args, slo, arrival_s, slot, max_tokens, expected, stages
         )
+        if stages is None and slo.tpot_anchor is TPOTAnchor.MEAN:
+            tracked.least_tokens = min(self._lengths.least(task_of(args)), max_tokens)
         if now_s is not None and args.promised:
             # The replica's work, unless it was done while a step ran.
             since_s = max(arrival_s + args.waited_s, self._timeline.last_end_s)

@@ -38,6 +38,7 @@ from sluice.scheduling.request.kernels import (
     RUNNING,
     TENANT,
     TPOT,
+    TTFT,
     WEIGHT,
     Floats,
     Ints,
@@ -109,6 +110,14 @@ more of these are expected: with 3 the P95 of their TTFT was 20 % longer, with 1
 
 BRIEF_SHARE = 0.1
 """The same as a share of such a prompt's time, and beyond the time of what is promised."""
+
+AHEAD_TTFT = 0.5
+"""How far ahead of their TPOT promised decodes get before best-effort prompts fill all the time
+that they leave, as a share of the least TTFT: time in which they can wait for a promise to come.
+Without it, admission promised up to 8 points fewer under load."""
+
+GAIN_SHARE = 0.25
+"""Before, best-effort prompts get this share of the time by which a batch is shorter than TPOT."""
 
 EXPECTED_FOR_S = 60.0
 """How long after a promised prompt others are expected, seconds."""
@@ -265,7 +274,8 @@ class BestEffort:
     2. *Eviction*: where that plan needs what best-effort requests hold, it preempts as few of them
        as needed; they keep their tokens.
     3. *Leftovers*: best-effort work fills the batch until a promised decode would be late, for at
-       most 20 empty steps or 50 ms. A request starts only while no promised one waits and its
+       most 20 empty steps or 50 ms, and prompts for less until promised decodes are ahead
+       (``AHEAD_TTFT``). A request starts only while no promised one waits and its
        predicted length fits. Tenants take turns, by tokens per weight; of tenants that have as
        many, and of one's own requests, those go first that have attained least (``attained``).
        What is worth less than the promised prompts of the last minute is to delay the next one
@@ -366,7 +376,7 @@ class BestEffort:
         fixed_s = latency.fixed_s
         left_s = deadlines_s(table, FIRST) - now_s
         work_s = pending_work_s(table, latency.pieces)
-        until_s, waits, prompts = leftover_s(
+        until_s, waits, prompts, ahead = leftover_s(
             table[:promised],
             batch.granted,
             left_s,
@@ -389,6 +399,11 @@ class BestEffort:
         running = table[rows, RUNNING] > 0
         decode = running & ~is_prefill(table[rows])
         take(rows[decode])
+        slack_s, tpot_s, ttft_s = ahead
+        if tpot_s < inf:
+            some_s = batch.cost_s + GAIN_SHARE * max(0.0, tpot_s - batch.cost_s)
+            until_s = min(until_s, max(some_s, slack_s - AHEAD_TTFT * ttft_s))
+            brief_s = min(brief_s, until_s)
         rows, running = rows[~decode], running[~decode]
         if attained_s is not None:
             attained_s[:yielding] = -inf  # the lane goes first, by arrival
@@ -586,11 +601,11 @@ def leftover_s(
     work_s: Floats,
     times_s: tuple[float, float, float],
     space: tuple[int, int, int],
-) -> tuple[float, bool, tuple[int, float, float, bool]]:
+) -> tuple[float, bool, tuple[int, float, float, bool], tuple[float, float, float]]:
     """Maximum seconds of a batch that makes no promised request late (or infinite), whether a
-    promised request waits for memory or a slot, and of the promised prompts: their number, work in
-    seconds, highest priority, and whether any is in the batch. A late decode catches up in batches
-    of half its TPOT.
+    promised request waits for memory or a slot, of the promised prompts their number, work in
+    seconds, highest priority, and whether any is in the batch, and of the promised decodes the
+    least slack, TPOT and TTFT (0: none). A late decode catches up in batches of half its TPOT.
 
     Args:
         times_s: of the batch so far, of an empty step, and the least TPOT that a useful batch can
@@ -605,6 +620,7 @@ def leftover_s(
         if not needs_prefill(table[row, EMITTED], table[row, PENDING]):
             next_s += work_s[row]
     prompts, prompt_s, worth, begun = 0, 0.0, 0.0, False
+    slack_s = least_tpot_s = ttft_s = inf
     for row in range(table.shape[0]):
         pending = table[row, PENDING]
         if table[row, EMITTED] == 0.0:
@@ -628,7 +644,12 @@ def leftover_s(
                 tpot_s /= 2.0
             if table[row, TPOT] >= holdable_s or table[row, PROMISED] > 0.0:
                 until_s = min(until_s, tpot_s)
-    return until_s, waits, (prompts, prompt_s, worth, begun)
+                if table[row, EMITTED] > 0.0:
+                    slack_s = min(slack_s, left_s[row])
+                    least_tpot_s = min(least_tpot_s, table[row, TPOT])
+                    ttft_s = min(ttft_s, table[row, TTFT])
+    ahead = (slack_s, least_tpot_s, ttft_s if ttft_s < inf else 0.0)
+    return until_s, waits, (prompts, prompt_s, worth, begun), ahead
 
 
 @compiled

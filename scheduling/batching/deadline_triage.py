@@ -41,6 +41,7 @@ from sluice.scheduling.request.kernels import (
     FIRST_TOKEN,
     KV_BLOCKS,
     LAST_TOKEN,
+    LEAST,
     PENDING,
     PRIORITY,
     PROMISED,
@@ -217,6 +218,14 @@ def by_time_left(chosen: Mask, left_s: Floats) -> Ints:
     return rows[np.argsort(left_s[rows], kind="mergesort")]
 
 
+GRACE_TOKENS = 2.5
+"""A decode whose mean TPOT is promised may be this many tokens late for the sake of a prompt: the
+first tokens of an output have had no time to get ahead, and paced each batch at one TPOT."""
+
+GRACE_SHARE = 1 / 8
+"""But no more than this share of what its output surely has to come, which makes up for them."""
+
+
 class Decodes(NamedTuple):
     """The decodes by deadline.
 
@@ -224,8 +233,8 @@ class Decodes(NamedTuple):
         work_s: of one step.
         keep_s: TPOT to keep, at least that of the decode alone.
         live: which can be on time.
-        first_s, least_s, least_step_s: of these, the minimum time left, TPOT, and TPOT of a step
-            that verifies drafts; or infinite."""
+        first_s, least_s, least_step_s: of these, the minimum time left with its grace, TPOT, and
+            TPOT of a step that verifies drafts; or infinite."""
 
     rows: Ints
     left_s: Floats
@@ -268,8 +277,11 @@ def decodes_of(
             tokens = max(expected_tokens(table[row]) - emitted, emitted)
             on_time = left_s[place] + (tokens - 1.0) * (tpot_s - alone_s) >= alone_s
         if on_time and tpot_s < inf and (tpot_s >= holdable_s or promised):
-            if first_s == inf:
-                first_s = max(0.0, left_s[place])
+            slack_s = left_s[place]
+            if promised:
+                to_come = max(0.0, table[row, LEAST] - table[row, EMITTED])
+                slack_s += min(GRACE_TOKENS, GRACE_SHARE * to_come) * tpot_s
+            first_s = min(first_s, max(0.0, slack_s))
             live[place] = True
             least_s, least_step_s = min(least_s, tpot_s), min(least_step_s, step_s)
     return Decodes(rows, left_s, work_s, keep_s, live, first_s, least_s, least_step_s)
@@ -568,7 +580,8 @@ class DeadlineTriage(BatchPolicy):
     """Keeps the prefills whose deadlines can be held together and sheds the others to a tail.
 
     1. *Time budget*: the minimum slack of the decodes that can be on time, at least their minimum
-       TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it.
+       TPOT, minus the head-room (FairBatching §3.2). Late decodes do not shrink it; a promised mean
+       TPOT allows a little lateness on the way (``GRACE_TOKENS``).
     2. *Triage*: weighted Moore-Hodgson (``keep``) against the time left for prefill until each
        deadline (FairBatching §3.4), then against sequences and KV blocks. A late promised prefill
        is not shed: it goes as far to the front as makes no kept one late.
@@ -675,9 +688,9 @@ class DeadlineTriage(BatchPolicy):
         # patience, then the other late ones, which leave prefills their share of the batch.
         scarce = room < growth or places < TAIL_RESERVE * len(table)
         urgent = len(decodes.rows)
-        if not scarce and len(kept):
+        if not scarce and len(ordered):
             tpot_s = decodes.least_step_s
-            if not fit_beside(kept, left_s, work_s, step_s, tpot_s, usable):
+            if not fit_beside(ordered, left_s, work_s, step_s, tpot_s, usable):
                 urgent = int(np.searchsorted(decodes.left_s, budget_s + tpot_s))
         rows = decodes.rows[:urgent]
         first = decodes.live[:urgent] | (decodes.left_s[:urgent] < -self._lane.patience_s)

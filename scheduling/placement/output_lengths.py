@@ -12,7 +12,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import erfc, exp, inf, isfinite, nan, pi, sqrt
+from math import erfc, exp, inf, isfinite, log, nan, pi, sqrt
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -36,12 +36,17 @@ MAX_TASK_NAME = 256
 
 _TAIL = 8.0
 
+_LEAST_DEVIATIONS = 2.0
+
 
 class LengthPredictor(Protocol):
     """Predicts output lengths. Not thread-safe."""
 
     def predict(self, task: str, prompt_tokens: int) -> float:
         """Expected output tokens of a new request of ``task``; nan if nothing is known of it."""
+
+    def least(self, task: str) -> float:
+        """Output tokens that almost any request of ``task`` surely has; 0 if that is not known."""
 
     def observe(self, task: str, output_tokens: int) -> None:
         """A request of ``task`` completed with ``output_tokens``."""
@@ -113,14 +118,25 @@ class TaskLengths:
             raise ValueError(f"max_tasks must be from 1 to {MAX_TASKS}, got {max_tasks}")
         self._memory = memory
         self._max_tasks = max_tasks
-        self._learned: OrderedDict[str, _Moments] = OrderedDict()
+        # By task, of the lengths and of their logarithms.
+        self._learned: OrderedDict[str, tuple[_Moments, _Moments]] = OrderedDict()
 
     def distribution(self, task: str) -> GaussianLength | None:
         """The distribution of ``task``, or ``None`` if nothing is known of it."""
-        moments = self._learned.get(task)
-        if moments is None:
+        learned = self._learned.get(task)
+        if learned is None:
             return None
+        moments, _ = learned
         return GaussianLength(moments.mean, sqrt(moments.variance))
+
+    def least(self, task: str) -> float:
+        """The 0.02 quantile of a log-normal distribution of the lengths, tokens; 0 until
+        :data:`MIN_ENDED` are known. The Gaussian's is mostly below 0."""
+        learned = self._learned.get(task)
+        if learned is None or learned[1].count < MIN_ENDED:
+            return 0.0
+        _, logs = learned
+        return exp(logs.mean - _LEAST_DEVIATIONS * sqrt(logs.variance))
 
     def predict(self, task: str, prompt_tokens: int = 0) -> float:
         """Expected output tokens of a new request; nan if nothing is known of ``task``. The prompt
@@ -133,14 +149,15 @@ class TaskLengths:
         and a class with a name above :data:`MAX_TASK_NAME` characters is not followed."""
         if output_tokens < 1 or len(task) > MAX_TASK_NAME:
             return
-        moments = self._learned.get(task)
-        if moments is None:
-            moments = self._learned[task] = _Moments()
+        learned = self._learned.get(task)
+        if learned is None:
+            learned = self._learned[task] = (_Moments(), _Moments())
             if len(self._learned) > self._max_tasks:
                 self._learned.popitem(last=False)
         else:
             self._learned.move_to_end(task)
-        moments.add(output_tokens, self._memory)
+        for moments, value in zip(learned, (output_tokens, log(output_tokens)), strict=True):
+            moments.add(value, self._memory)
 
 
 class OracleLengths:
@@ -163,6 +180,10 @@ class OracleLengths:
             return nan
         factor = 1 + self._chance.uniform(-self._error, self._error)
         return float(max(1, round(real * factor)))
+
+    def least(self, task: str) -> float:
+        """Nothing: lengths are known by request, not by task."""
+        return 0.0
 
     def observe(self, task: str, output_tokens: int) -> None:
         """Nothing is learned: all is known."""

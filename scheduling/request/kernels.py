@@ -48,7 +48,8 @@ TENANT = 17  # a number that names it; only whether two are equal counts
 WEIGHT = 18  # of the tenant's share
 PROMISED = 19  # 1 where the objective was guaranteed, else 0
 PROGRAM = 20  # a number that names what it counts for, such as a session; 0: nothing
-FIELDS = 21
+LEAST = 21  # tokens that its output surely has, where its TPOT is a mean over them; else 0
+FIELDS = 22
 
 LIVE = np.dtype(
     [
@@ -75,6 +76,7 @@ LIVE = np.dtype(
             "weight",
             "promised",
             "program",
+            "least_tokens",
         )
     ]
 )

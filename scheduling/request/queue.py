@@ -19,6 +19,7 @@ from sluice.scheduling.request.kernels import (
     FIELDS,
     FIRST_TOKEN,
     LAST_TOKEN,
+    LEAST,
     PROGRAM,
     PROMISED,
     TENANT,
@@ -41,7 +42,8 @@ class RequestView(NamedTuple):
         drafted_tokens: not pending: a plan may give a decode from 1 to ``1 + drafted_tokens``.
         acceptance: probability that a draft is right if those before it are; nan if unknown.
         weight: of the tenant's share, > 0.
-        program: what its work counts for, such as an agent's session; 0: nothing."""
+        program: what its work counts for, such as an agent's session; 0: nothing.
+        least_tokens: that its output surely has, where its TPOT is a mean over them; else 0."""
 
     request_id: str
     slo: SLO
@@ -62,6 +64,7 @@ class RequestView(NamedTuple):
     weight: float = 1.0
     promised: bool = False
     program: int = 0
+    least_tokens: float = 0.0
 
     @property
     def is_prefill(self) -> bool:
@@ -169,7 +172,7 @@ def _table(requests: Sequence[RequestView]) -> Floats:
         return table
     # Transposed tuples and one packed string are the fastest way from objects to an array.
     (_, slos, arrival, prompt, computed, pending, emitted, first, blocks, running, last, expected,
-     best_effort, drafted, acceptance, tenants, weights, promised, programs) = zip(
+     best_effort, drafted, acceptance, tenants, weights, promised, programs, least) = zip(
         *requests, strict=True)  # fmt: skip
     objectives = zip(*map(_objectives, slos), strict=True)
     numbers = chain(arrival, *objectives, prompt, computed, pending, emitted, blocks, running)
@@ -185,6 +188,7 @@ def _table(requests: Sequence[RequestView]) -> Floats:
     table[:, WEIGHT] = weights if shared else 1.0
     table[:, PROMISED] = promised
     table[:, PROGRAM] = programs
+    table[:, LEAST] = least
     # None becomes nan.
     table[:, FIRST_TOKEN] = np.array(first, np.float64)
     table[:, LAST_TOKEN] = np.array(last, np.float64)
@@ -213,6 +217,7 @@ def _view(request_id: str, row: list[float], slo: SLO) -> RequestView:
         row[WEIGHT],
         row[kernels.PROMISED] > 0,
         int(row[PROGRAM]),
+        row[LEAST],
     )
 
 
@@ -247,4 +252,5 @@ def begin_stage(row: Floats, slo: SLO, arrival_s: float, tokens: int, left_s: fl
     row[kernels.PROMPT] += tokens
     row[kernels.EMITTED] -= tokens
     row[kernels.EXPECTED] -= tokens
+    row[LEAST] = 0.0
     row[FIRST_TOKEN] = row[LAST_TOKEN] = left_s

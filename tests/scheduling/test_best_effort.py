@@ -177,18 +177,29 @@ def test_nothing_is_evicted_for_a_prompt_that_would_not_fit_all_the_same() -> No
     assert made.tokens_of == {"running": 1, "held": 1}
 
 
-def test_best_effort_fills_the_time_that_decodes_leave() -> None:
+def test_best_effort_decodes_fill_the_time_that_promised_ones_leave() -> None:
     chat = decode("chat", CHAT, arrival_s=9.5, first_token_s=9.99)
-    batch = behind(prefill("batch", 5_000))
+    others = [behind(decode(f"other-{i}")) for i in range(100)]
     # 0.09 s are left of 0.1, of which 0.9 may be used: less 10 ms a step and 1 ms for the decode.
-    assert plan(chat, batch, now_s=10.0).tokens_of == {"chat": 1, "batch": 70}
+    assert sum(plan(chat, *others, now_s=10.0).tokens_of.values()) == 70
+
+
+@pytest.mark.parametrize(("ahead_s", "tokens"), [(0.09, 22), (0.49, 22), (0.55, 39), (0.8, 79)])
+def test_best_effort_prompts_leave_promised_decodes_time_to_get_ahead(
+    ahead_s: float, tokens: int
+) -> None:
+    chat = decode("chat", CHAT, emitted=9, arrival_s=9.0, first_token_s=9.1 + ahead_s)
+    batch = behind(prefill("batch", 5_000))
+    # A quarter of what 11 ms leave of 0.1 s; what it is ahead by beyond half a TTFT of 1 s; at most
+    # 0.9 of its TPOT.
+    assert plan(chat, batch, now_s=10.0).tokens_of == {"chat": 1, "batch": tokens}
 
 
 def test_a_late_decode_is_caught_up_with() -> None:
     late = decode("late", CHAT, emitted=5, first_token_s=9.0)
-    batch = behind(prefill("batch", 5_000))
+    others = [behind(decode(f"other-{i}")) for i in range(100)]
     # Half of its TPOT of 0.1 s.
-    assert plan(late, batch, now_s=10.0).tokens_of == {"late": 1, "batch": 34}
+    assert sum(plan(late, *others, now_s=10.0).tokens_of.values()) == 34
 
 
 def test_a_promised_pace_counts_however_little_it_leaves() -> None:

@@ -66,6 +66,19 @@ def test_a_late_decode_that_was_promised_is_caught_up_with() -> None:
     assert planned(lost, new, now_s=10.0) == {"late": 1, "new": 239}
 
 
+@pytest.mark.parametrize(("least", "tokens"), [(0, 89), (1, 89), (5, 139), (100, 239)])
+def test_a_promised_mean_tpot_may_be_late_on_the_way_where_its_output_is_surely_long(
+    least: float, tokens: int
+) -> None:
+    begun = decode("begun", SLO(ttft_s=1.0, tpot_s=0.1), arrival_s=9.5, first_token_s=10.0)
+    begun = begun._replace(least_tokens=least)
+    new = prefill("new", 500, SLO(ttft_s=5.0), arrival_s=9.0)
+    # An eighth of the 4 tokens that surely come is half a token, 50 ms. At most a quarter of the
+    # least TTFT, less 10 ms a step and 1 ms for the decode.
+    assert planned(begun._replace(promised=True), new, now_s=10.0) == {"begun": 1, "new": tokens}
+    assert planned(begun, new, now_s=10.0) == {"begun": 1, "new": 89}
+
+
 def test_the_batch_ends_before_the_first_prefill_that_it_completes_is_due() -> None:
     urgent = prefill("urgent", 100, SLO(ttft_s=1.0), arrival_s=-0.8)
     # 10 + 100 ms complete the first one; 90 ms more are left until it is due.
@@ -169,6 +182,9 @@ def test_a_decode_with_slack_waits_only_where_that_holds_a_prefill() -> None:
     # 370 ms are left for 350 tokens: enough if decodes wait, not with two in each of four batches.
     pressed = prefill("pressed", 350, SLO(ttft_s=0.47), arrival_s=9.9)
     assert list(planned(near, far, pressed, now_s=10.0)) == ["near", "pressed"]
+    # So it does one that was promised and is late.
+    late = prefill("late", 500, SLO(ttft_s=0.47), arrival_s=9.9)._replace(promised=True)
+    assert list(planned(near, far, late, now_s=10.0)) == ["near", "late"]
 
 
 def test_the_shed_share_the_rest_of_the_batch_by_worth_per_work() -> None:

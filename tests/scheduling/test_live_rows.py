@@ -10,7 +10,7 @@ from sluice.scheduling.request.queue import QueueView, RequestView
 
 VIEW = RequestView(
     "a", SLO(ttft_s=1.5, tpot_s=0.25, e2e_s=9.0, priority=3), 2.0, 70, 71, 1, 5, 4.0, 6, True, 7.0,
-    50.0, True, 2, 0.5, 8, 1.25, True, 7,
+    50.0, True, 2, 0.5, 8, 1.25, True, 7, 11.0,
 )  # fmt: skip
 
 

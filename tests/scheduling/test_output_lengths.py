@@ -1,7 +1,7 @@
 """Output lengths, learned from how requests ended."""
 
 import random
-from math import inf, isnan, nan, sqrt
+from math import exp, inf, isnan, nan, sqrt
 from statistics import fmean, pstdev
 
 import numpy as np
@@ -86,6 +86,20 @@ def test_the_learned_moments_are_the_observed_ones(lengths: list[int]) -> None:
     assert learned.deviation == pytest.approx(pstdev(lengths), abs=1e-6 * max(lengths))
     assert predictor.predict("chat", 77) == learned.mean
     assert isnan(predictor.predict("code", 77)), "nothing is known of another class"
+
+
+@pytest.mark.parametrize(("median", "spread"), [(200, 0.7), (20, 1.8)])
+def test_nearly_all_outputs_have_the_least_length(median: float, spread: float) -> None:
+    predictor, rng = TaskLengths(), random.Random(5)
+    lengths = [max(1, round(median * rng.lognormvariate(0.0, spread))) for _ in range(600)]
+    assert predictor.least("chat") == 0.0
+    for count, length in enumerate(lengths, 1):
+        predictor.observe("chat", length)
+        if count < MIN_ENDED:
+            assert predictor.least("chat") == 0.0, "too few are known"
+    shorter = sum(length < predictor.least("chat") for length in lengths) / len(lengths)
+    assert shorter <= 0.05
+    assert predictor.least("chat") == pytest.approx(median * exp(-2.0 * spread), rel=0.4)
 
 
 def test_old_lengths_are_forgotten() -> None:
