@@ -36,8 +36,6 @@ MAX_TASK_NAME = 256
 
 _TAIL = 8.0
 
-_LEAST_DEVIATIONS = 2.0
-
 
 class LengthPredictor(Protocol):
     """Predicts output lengths. Not thread-safe."""
@@ -136,7 +134,7 @@ class TaskLengths:
         if learned is None or learned[1].count < MIN_ENDED:
             return 0.0
         _, logs = learned
-        return exp(logs.mean - _LEAST_DEVIATIONS * sqrt(logs.variance))
+        return exp(logs.mean - 2.0 * sqrt(logs.variance))
 
     def predict(self, task: str, prompt_tokens: int = 0) -> float:
         """Expected output tokens of a new request; nan if nothing is known of ``task``. The prompt
