@@ -24,7 +24,7 @@ from sluice.benchmarks.micro.planning import planning
 from sluice.benchmarks.micro.replay import replay
 from sluice.benchmarks.micro.walk import walk
 from sluice.benchmarks.options import as_json, folder, number_option, with_real
-from sluice.benchmarks.report import METHOD, Report, ReportError, require_matplotlib
+from sluice.benchmarks.report import METHOD, Report
 from sluice.deploy.tables import print_list
 from sluice.simulation.traces import TraceError
 
@@ -67,7 +67,7 @@ def report_of(experiment: Experiment, plan: Plan, jobs: int, command: str) -> Re
     console = Console(stderr=True)
     rows = list(track(found, experiment.name, total, console=console, transient=True))
     said = experiment.name, experiment.source, experiment.question, experiment.setting
-    return Report(*said, METHOD, command, *experiment.findings(rows), rows)
+    return Report(*said, METHOD, command, experiment.findings(rows), rows)
 
 
 def command_of(experiment: Experiment) -> click.Command:
@@ -91,36 +91,24 @@ def command_of(experiment: Experiment) -> click.Command:
         help="quick: seconds, a smoke test; normal: minutes; full: longer, for routers.",
     )
     @click.option("--traces", type=folder(exists=True), help="Folder of recorded traces to add.")
-    @click.option("--out", type=folder(), help="Folder for JSON, Markdown and plots.")
     @as_json
-    @click.option("--plots/--no-plots", default=True, help="Draw plots into --out.")
     @number_option("--jobs", least=1, most=MAX_JOBS, words="Processes.", **processors)
     def command(
         seeds: int,
         first_seed: int,
         scale: Scale,
         traces: Path | None,
-        out: Path | None,
         as_json: bool,
-        plots: bool,
         jobs: int,
     ) -> None:
         plan = Plan(scale, tuple(range(first_seed, first_seed + seeds)), traces)
         repeats = f"sluice bench {experiment.name} --scale {scale} --seeds {seeds}"
         repeats += f" --first-seed {first_seed}" + (" --traces DIR" if traces is not None else "")
         try:
-            if out is not None and plots:
-                require_matplotlib()
             report = report_of(experiment, plan, jobs, repeats)
-            written = report.write(out, plots) if out is not None else []
-        except (ReportError, TraceError) as error:
+        except TraceError as error:
             raise click.ClickException(str(error)) from error
-        if as_json:
-            click.echo(report.as_json())
-            return
-        report.show()
-        for path in written:
-            click.echo(f"wrote {path}", err=True)
+        click.echo(report.as_json()) if as_json else report.show()
 
     return command
 

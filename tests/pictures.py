@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 import uvicorn
+from matplotlib.figure import Figure
 from PIL import Image, PngImagePlugin
 
 import sluice.router.admin.api
 from sluice.benchmarks.live.client import replay
-from sluice.benchmarks.live.peers import attainment
-from sluice.benchmarks.report import draw
 from sluice.controller.config import ControllerConfig
 from sluice.controller.discovery import compile_loops
 from sluice.deploy.ray_start import free_port
@@ -196,7 +195,25 @@ def draw_peers() -> None:
     """Draw the measured attainment against load, but not that with the papers' policies."""
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["summary"]
     rows = [row for row in rows if not row["system"].startswith("sluice-")]
-    draw(attainment(rows)["attainment-bursty"], PEERS)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(row["system"] for row in rows):
+        own = sorted((r for r in rows if r["system"] == name), key=lambda row: row["load"])
+        ends = np.array([row["attained_interval"] for row in own])
+        axes.errorbar(
+            [row["load"] for row in own],
+            [row["attained"] for row in own],
+            yerr=(ends[:, 1] - ends[:, 0]) / 2,
+            **{"label": name, "marker": "o", "markersize": 3, "capsize": 2},
+        )
+    axes.set(
+        title="Requests within all objectives, bursty",
+        xlabel="load, 1 is the capacity of stock vLLM",
+        ylabel="share of sent requests",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(PEERS, dpi=120)
     with PEERS.open("a", encoding="utf-8") as file:
         file.write(f"<!-- {DIGEST} {digest([RESULTS])} -->\n")
 

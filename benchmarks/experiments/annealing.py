@@ -8,14 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from sluice.benchmarks.experiments.grid import (
-    Experiment,
-    Pivot,
-    Product,
-    Rows,
-    first,
-    having,
-)
+from sluice.benchmarks.experiments import grid
 from sluice.benchmarks.experiments.systems import SETUPS, Contender, run
 from sluice.benchmarks.report import Table
 from sluice.scheduling.batching.annealing import Interaction, Jobs, Schedule, anneal, predict
@@ -114,10 +107,9 @@ def mapping(
     error: float = 0.0,
     coefficient: str = "alpha",
     deviation: float = 0.0,
-    instances: int = 1,
 ) -> Mapping[str, float]:
     """The G found where output lengths have an ``error`` and a ``coefficient`` of the model a
-    relative ``deviation``; each of ``instances`` is planned on its own."""
+    relative ``deviation``."""
     jobs = make_jobs(requests, batch, seed, objectives)
     phases = [
         phase._replace(**{coefficient: getattr(phase, coefficient) * (1.0 + deviation)})
@@ -129,8 +121,7 @@ def mapping(
     # The first call may load the compiled loops.
     for _ in range(1 + REPEATS):
         started = time.perf_counter_ns()
-        for _ in range(instances):
-            found = anneal(believed, schedule)
+        found = anneal(believed, schedule)
         times_ms.append((time.perf_counter_ns() - started) / 1e6)
     batches = [part.tolist() for part in np.split(found.order, np.cumsum(found.sizes)[:-1])]
     met, latency_s = score(jobs, batches)
@@ -158,7 +149,7 @@ def engine(seed: int, requests: int, batch: int, policy: Contender) -> Mapping[s
     return {"g": float(met.sum()) / latency_s, "attained": float(met.mean())}
 
 
-def compared(rows: Rows) -> Rows:
+def compared(rows: grid.Rows) -> grid.Rows:
     """G over that of FCFS, and over that of an exhaustive search where there is one."""
     found = []
     for row in rows:
@@ -172,27 +163,23 @@ def compared(rows: Rows) -> Rows:
     return found
 
 
-def against_exhaustive(rows: Rows) -> Table:
+def against_exhaustive(rows: grid.Rows) -> Table:
     """G over that of an exhaustive search."""
-    searched = having(rows, {"searched": "yes"})
+    searched = grid.having(rows, {"searched": "yes"})
     shares = [float(row["share"]) for row in searched]
     exact = sum(share > 1 - 1e-9 for share in shares)
     worst = f"Worst case {min(shares, default=1.0):.4f}"
     note = f"{worst}; the greatest G in {exact} of {len(shares)} cases."
     title = "G over that of an exhaustive search"
-    return Pivot(title, "share", ("objectives", "batch"), "requests", 4, note)(searched)
+    return grid.Pivot(title, "share", ("objectives", "batch"), "requests", 4, note)(searched)
 
 
 MAPPED = {"what": "mapping", "gains": "yes"}
 ENGINE = {"what": "engine"}
-IN_ENGINE = (
-    *(Contender(name, name) for name in ("fcfs", "annealing")),
-    Contender("annealing, in order", "annealing", {"admits": "in_order"}),
-    *(Contender(name, name) for name in ("sjf", "deadline_triage")),
-)
+IN_ENGINE = (Contender(name, name) for name in ("fcfs", "annealing", "sjf", "deadline_triage"))
 NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
 
-EXPERIMENT = Experiment(
+EXPERIMENT = grid.Experiment(
     "annealing",
     "SLO-Aware Scheduling (arXiv 2504.14966), Fig. 7 and 9 to 11, and Table 1",
     "How near does annealing come to the best mapping, how much does it gain over FCFS, and how "
@@ -201,76 +188,67 @@ EXPERIMENT = Experiment(
     setting="All requests at once: half chat (TTFT 10 s, TPOT 50 ms), half code (30 s end to end), "
     "divided by 4 where named (TPOT stays). The mapping is predicted by the paper's Table 2.",
     grids=[
-        Product(
+        grid.Product(
             mapping,
             {
-                "requests": first((4, 6, 10, 20, 40), 3),
-                "batch": first((1, 2, 4)),
+                "requests": grid.first((4, 6, 10, 20, 40), 3),
+                "batch": grid.first((1, 2, 4)),
                 "objectives": {"paper": 1.0, "paper / 4": 4.0},
             },
             labels={"what": "mapping"},
         ),
-        Product(
+        grid.Product(
             engine,
             {
-                "requests": first((40, 100)),
-                "batch": first((4, 16)),
+                "requests": grid.first((40, 100)),
+                "batch": grid.first((4, 16)),
                 "policy": IN_ENGINE,
             },
             labels={"what": "engine"},
         ),
-        Product(
+        grid.Product(
             mapping,
             {
-                "requests": first((10, 20, 40)),
-                "batch": first((1, 2, 4)),
+                "requests": grid.first((10, 20, 40)),
+                "batch": grid.first((1, 2, 4)),
                 "error": (0.0, 0.025, 0.05, 0.1, 0.5),
             },
             labels={"what": "lengths"},
         ),
-        Product(
+        grid.Product(
             mapping,
             {
                 "coefficient": Interaction._fields,
-                "deviation": first((-0.5, -0.2, 0.0, 0.2, 0.5), 2),
+                "deviation": grid.first((-0.5, -0.2, 0.0, 0.2, 0.5), 2),
             },
             fixed={"requests": 10, "batch": 4},
             labels={"what": "latency"},
         ),
-        Product(
-            mapping,
-            {"instances": (1, 2, 4)},
-            fixed={"requests": 10, "batch": 1},
-            labels={"what": "instances"},
-        ),
     ],
     derive=compared,
     tables=(
-        Pivot("G over that of FCFS", "over_fcfs", ("batch size",), "requests", where=MAPPED),
-        Pivot(
+        grid.Pivot("G over that of FCFS", "over_fcfs", ("batch size",), "requests", where=MAPPED),
+        grid.Pivot(
             "Table 1: time to decide, ms", *("decide_ms", ("batch",), "requests", 3, NOISY, MAPPED)
         ),
         against_exhaustive,
-        Pivot(
+        grid.Pivot(
             "In a simulated engine, all requests at once: met requests per second of latency",
             *("g", ("requests", "batch"), "policy", 4),
             where=ENGINE,
         ),
-        Pivot("The same: attainment", "attained", ("requests", "batch"), "policy", where=ENGINE),
-        Pivot(
+        grid.Pivot(
+            "The same: attainment", "attained", ("requests", "batch"), "policy", where=ENGINE
+        ),
+        grid.Pivot(
             "§5.3: G over that with known output lengths, by their error",
             *("kept", ("requests", "batch"), "error"),
             where={"what": "lengths"},
         ),
-        Pivot(
+        grid.Pivot(
             "§5.4: G over that with the true coefficients, by the deviation of one",
             *("kept", ("coefficient",), "deviation"),
             where={"what": "latency"},
-        ),
-        Pivot(
-            "§5.5: time to decide for several instances in turn, ms",
-            *("decide_ms", ("what",), "instances", 3, NOISY),
-            where={"what": "instances"},
         ),
     ),
 )

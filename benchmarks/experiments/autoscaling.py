@@ -125,7 +125,6 @@ _SHOWN = {
     "replica_hours": ("replica-hours", 2),
     "attainment_mean": ("attainment", 4),
     "tdg": ("TDG ratio", 4),
-    "promised": ("promised", 4),
     "ttft_p99_s": ("TTFT p99, s", 2),
     "most_replicas": ("most replicas", 1),
     "changes": ("changes of size", 1),

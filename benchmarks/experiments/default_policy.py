@@ -1,24 +1,9 @@
-"""The default policy against every single-paper policy; length of a run, and ageing."""
+"""The default policy against every single-paper policy, and ageing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from sluice.benchmarks.experiments import grid, loads
-from sluice.benchmarks.experiments.grid import (
-    Axes,
-    Experiment,
-    Lines,
-    Pivot,
-    Product,
-    Rivals,
-    Rows,
-    Scaled,
-    first,
-    grouped,
-    pivots,
-)
-from sluice.benchmarks.experiments.loads import Make, Span, Sweep, recorded, workloads
+from sluice.benchmarks.experiments.loads import Span, Sweep, recorded, workloads
 from sluice.benchmarks.experiments.policies import LOCAL
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
 from sluice.benchmarks.report import Table
@@ -29,14 +14,14 @@ FIGURES = {
     "attainment_running_max": "SLO, running max TPOT",
     "tdg": "TDG ratio, envelope",
 }
-AGAINST = Rivals("policy", DEFAULT.policy, FIGURES)
+AGAINST = grid.Rivals("policy", DEFAULT.policy)
 CELL = ("workload", "setup", "load")
 
 
-def headline(rows: Rows) -> Table:
+def headline(rows: grid.Rows) -> Table:
     """The default against the policy with the highest mean, and against the best of each cell."""
     lines = []
-    cells = grouped(rows, *CELL).values()
+    cells = grid.grouped(rows, *CELL).values()
     for figure, words in FIGURES.items():
         best = AGAINST.best(rows, figure)
         ours, theirs = (1 - AGAINST.mean(rows, name, figure) for name in (DEFAULT.policy, best))
@@ -61,27 +46,10 @@ def headline(rows: Rows) -> Table:
     )
 
 
-def by_workload(rows: Rows) -> Table:
-    """The default, and its lead over the best other, by workload and setup."""
-    lines = []
-    for (workload, setup), own in grouped(rows, "workload", "setup").items():
-        line = [f"{workload}, {setup}"]
-        for figure in FIGURES:
-            best = AGAINST.best(own, figure)
-            gap = AGAINST.lead(own, best, figure).shown()
-            line.append(f"{AGAINST.mean(own, DEFAULT.policy, figure):.3f} ({gap} {best})")
-        lines.append(line)
-    return Table(
-        "By workload and setup, mean over loads: the default (its lead over the best other)",
-        ("workload, setup", *FIGURES.values()),
-        lines,
-    )
-
-
-def worst(rows: Rows) -> Table:
+def worst(rows: grid.Rows) -> Table:
     """The cells in which the default is furthest behind."""
     gaps = []
-    for labels, own in grouped(rows, *CELL).items():
+    for labels, own in grid.grouped(rows, *CELL).items():
         for figure, words in FIGURES.items():
             best, gap = AGAINST.best(own, figure), AGAINST.lead_over_best(own, figure)
             value = grid.estimate(AGAINST.of(own, DEFAULT.policy), figure).shown()
@@ -94,13 +62,13 @@ def worst(rows: Rows) -> Table:
     )
 
 
-def overall(rows: Rows) -> list[str]:
+def overall(rows: grid.Rows) -> list[str]:
     """The figures of one policy."""
     wait_s = max(float(row["longest_wait_s"]) for row in rows)
     return [*(grid.estimate(rows, figure).shown(4) for figure in FIGURES), f"{wait_s:.0f}"]
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = grid.Experiment(
     "default_policy",
     "ours; the workloads and objectives are those of the five papers",
     "Does the default policy lose to any single paper's policy anywhere, and how much does it gain "
@@ -119,7 +87,7 @@ EXPERIMENT = Experiment(
         )
     ],
     tables=(
-        Lines(
+        grid.Lines(
             "All cells: mean over workloads, setups and loads",
             ("policy",),
             (*FIGURES.values(), "longest wait for a first token, s"),
@@ -127,63 +95,35 @@ EXPERIMENT = Experiment(
             "FairBatching-PAB refuses requests at arrival. A refused request counts as missed; its "
             "wait ends when the engine has no other work.",
         ),
-        *(headline, by_workload, worst),
+        *(headline, worst),
     ),
 )
 
-# The length of a run.
-
-
-def _lasting(
-    seed: int, workload: Make, seconds: float, policy: Contender, load: float
-) -> Mapping[str, float]:
-    setup = SETUPS["8b"]
-    rate = load * loads.full_load_rate(workload, setup)
-    requests = max(2, round(rate * seconds))
-    return loads.measure(policy, seed, loads.Conditions(workload, setup), rate, requests)
-
-
-def _by_length(
-    name: str,
-    question: str,
-    load: float,
-    seconds: Scaled[tuple[float, ...]],
-    kinds: tuple[Contender, ...],
-) -> Experiment:
-    makes = {name: loads.GENERATED[name] for name in ("proserve sharegpt", "proserve azure")}
-    axes: Axes = {"workload": first(makes), "seconds": seconds, "policy": kinds}
-    shares = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
-    by = ("workload", "policy"), "seconds"
-    wait = "longest wait for a first token, s, by seconds of arrivals"
-    return Experiment(
-        *(name, "ours", question),
-        seeds=4,
-        setting=f"Load {load:g}. Ageing: after 30 s; shares of a batch's time.",
-        grids=[Product(_lasting, axes, {"load": load})],
-        tables=[
-            *pivots(shares, *by, title="{}, by seconds of arrivals"),
-            Pivot(wait, "longest_wait_s", *by, 0),
-        ],
-    )
-
-
-_RIVALS = (Contender("fcfs", "fcfs"), Contender("slidebatching", "slidebatching"), DEFAULT)
-LENGTH = _by_length(
-    "run_length",
-    "How much better does a short run look than a long one at full load?",
-    1.0,
-    Scaled((1.0, 3.0), (30.0, 60.0, 300.0)),
-    _RIVALS,
+_KINDS = (
+    Contender("no ageing", DEFAULT.policy, {"patience_s": 86_400.0}),
+    *(Contender(f"share {x:g}", DEFAULT.policy, {"aged_share": x}) for x in (0.01, 0.05)),
 )
+_BY = ("workload", "policy"), "seconds"
 
-_NONE = Contender("no ageing", DEFAULT.policy, {"patience_s": 86_400.0})
-_SHARES = tuple(
-    Contender(f"share {share:g}", DEFAULT.policy, {"aged_share": share}) for share in (0.01, 0.05)
-)
-AGEING = _by_length(
+AGEING = grid.Experiment(
     "ageing",
-    "What does the share of time for aged requests cost under lasting overload?",
-    1.3,
-    Scaled((1.0, 3.0), (60.0, 300.0)),
-    (_NONE, *_SHARES),
+    "ours",
+    "What does the share of time for aged requests cost under lasting overload, and how much "
+    "better does a short run look than a long one?",
+    seeds=4,
+    setting="Load 1.3. Ageing: after 30 s; shares of a batch's time.",
+    grids=[
+        Sweep(
+            workloads=workloads(("proserve sharegpt", "proserve azure")),
+            kinds=_KINDS,
+            loads=(1.3,),
+            span=Span(seconds, 2, 1_000_000),
+            labels={"seconds": seconds},
+        )
+        for seconds in (60.0, 300.0)
+    ],
+    tables=[
+        grid.Pivot("SLO attainment, mean TPOT, by seconds of arrivals", "attainment_mean", *_BY),
+        grid.Pivot("longest wait for a first token, s", "longest_wait_s", *_BY, 0),
+    ],
 )

@@ -1,31 +1,18 @@
-"""FairBatching: Tables 3 (peak rate), 4 (latencies), 5 (objectives), Fig. 7 and Fig. 8
-(replicas)."""
+"""FairBatching: Tables 3 (peak rate), 4 (latencies), 5 (objectives) and Fig. 7."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import exp, log
 from statistics import fmean
 
-from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import (
-    Experiment,
-    Lines,
-    Pivot,
-    Plan,
-    Rows,
-    Value,
-    estimate,
-    grouped,
-    mean,
-)
-from sluice.benchmarks.experiments.loads import Make, Span, Sweep, generated, recorded, workloads
-from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
+from sluice.benchmarks.experiments import grid, systems
+from sluice.benchmarks.experiments.loads import Span, Sweep, generated, workloads
+from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
 from sluice.benchmarks.report import Estimate, Table
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
-from sluice.simulation.generators import Slowdown
 from sluice.simulation.settings import FAIRBATCHING, fairbatching
 from sluice.simulation.workload import Workload, with_objectives
 
@@ -59,27 +46,29 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
 """By line of a table: the variants of which the best one counts."""
 
 
-def peaks(rows: Rows, policies: Sequence[str]) -> dict[Value, float]:
+def peaks(rows: grid.Rows, policies: Sequence[str]) -> dict[grid.Value, float]:
     """By seed the largest ``rate * attainment`` over loads, of the policy with the highest mean
     peak."""
-    found: dict[Value, dict[Value, float]] = {}
-    for (policy, seed), own in grouped(rows, "policy", "seed").items():
+    found: dict[grid.Value, dict[grid.Value, float]] = {}
+    for (policy, seed), own in grid.grouped(rows, "policy", "seed").items():
         rates = (float(row["rate"]) * float(row[FIGURE]) for row in own)
         found.setdefault(policy, {})[seed] = max(rates)
     chosen = (found[policy] for policy in policies if policy in found)
     return max(chosen, key=lambda own: fmean(own.values()), default={})
 
 
-def peak(rows: Rows, policies: Sequence[str]) -> Estimate:
+def peak(rows: grid.Rows, policies: Sequence[str]) -> Estimate:
     """The estimate of :func:`peaks`."""
     return Estimate.of(list(peaks(rows, policies).values()))
 
 
-def table_3(rows: Rows) -> Table:
+def table_3(rows: grid.Rows) -> Table:
     """Peak effective rates, and their geometric means over setups."""
-    cases = grouped(rows, "dataset", "setup")
-    parts: dict[str, Rows] = {", ".join(map(str, labels)): own for labels, own in cases.items()}
-    parts |= {f"{dataset}, mean": own for (dataset,), own in grouped(rows, "dataset").items()}
+    cases = grid.grouped(rows, "dataset", "setup")
+    parts: dict[str, grid.Rows] = {
+        ", ".join(map(str, labels)): own for labels, own in cases.items()
+    }
+    parts |= {f"{dataset}, mean": own for (dataset,), own in grid.grouped(rows, "dataset").items()}
     parts["all, mean"] = rows
     lines = []
     for name, own in parts.items():
@@ -94,12 +83,12 @@ def table_3(rows: Rows) -> Table:
     )
 
 
-def _geometric(rows: Rows, policies: Sequence[str]) -> float:
-    cases = grouped(rows, "dataset", "setup").values()
+def _geometric(rows: grid.Rows, policies: Sequence[str]) -> float:
+    cases = grid.grouped(rows, "dataset", "setup").values()
     return exp(fmean(log(max(peak(own, policies).mean, 1e-9)) for own in cases))
 
 
-PEAK = Experiment(
+PEAK = grid.Experiment(
     "fairbatching_peak",
     "FairBatching Table 3",
     "How many more requests do FairBatching and its admission budget serve in time?",
@@ -115,20 +104,20 @@ PEAK = Experiment(
             span=SPAN,
         )
     ],
-    tables=(table_3, Pivot("SLO attainment by load, mean over data sets and setups", FIGURE)),
+    tables=(table_3,),
 )
 
 _PERCENTILES = [(name, percent) for name in ("ttft", "tpot") for percent in (50, 95, 99)]
 
 
-def _table_4(rows: Rows) -> list[str]:
-    means = [mean(rows, f"{name}_p{percent}_s") for name, percent in _PERCENTILES]
-    refused = f"{mean(rows, 'refused') * 100:.1f} %"
-    return [*(f"{each * 1e3:.0f}" for each in means), refused, estimate(rows, FIGURE).shown()]
+def _table_4(rows: grid.Rows) -> list[str]:
+    means = [grid.mean(rows, f"{name}_p{percent}_s") for name, percent in _PERCENTILES]
+    refused = f"{grid.mean(rows, 'refused') * 100:.1f} %"
+    return [*(f"{each * 1e3:.0f}" for each in means), refused, grid.estimate(rows, FIGURE).shown()]
 
 
 _HEADS = [f"{name.upper()} P{percent}, ms" for name, percent in _PERCENTILES]
-LATENCY = Experiment(
+LATENCY = grid.Experiment(
     "fairbatching_latency",
     "FairBatching Table 4",
     "Which latencies does each policy give near the knee?",
@@ -136,7 +125,7 @@ LATENCY = Experiment(
     setting=SETTING,
     grids=[Sweep(workloads=QWEN, loads=(0.8, 1.0), kinds=ALL, span=SPAN)],
     tables=[
-        Lines(
+        grid.Lines(
             "Table 4: latencies of the accepted requests, Qwen, setup 8b",
             *(("load", "policy"), (*_HEADS, "refused", "SLO attainment"), _table_4),
         )
@@ -152,10 +141,10 @@ def _make(
     return with_objectives(QWEN["qwen"](setup, rate, requests, seed), lambda _: slo, words)
 
 
-def gains(name: str, rows: Rows) -> Rows:
+def gains(name: str, rows: grid.Rows) -> grid.Rows:
     """Gain in peak effective rate over Sarathi, percent, by objective and seed."""
     found = []
-    for (ttft_s, tpot_s), own in grouped(rows, "ttft_s", "tpot_s").items():
+    for (ttft_s, tpot_s), own in grid.grouped(rows, "ttft_s", "tpot_s").items():
         ours, theirs = peaks(own, SYSTEMS[name]), peaks(own, SYSTEMS[BASE])
         for seed, rate in ours.items():
             gain = (rate / max(theirs[seed], 1e-9) - 1) * 100
@@ -164,7 +153,7 @@ def gains(name: str, rows: Rows) -> Rows:
 
 
 _SLOS = tuple((ttft_s, tpot_s) for ttft_s in (0.5, 1.0, 2.0) for tpot_s in (0.05, 0.1, 0.2))
-OBJECTIVES = Experiment(
+OBJECTIVES = grid.Experiment(
     "fairbatching_objectives",
     "FairBatching Table 5",
     "Does the gain over Sarathi last as objectives are relaxed?",
@@ -180,7 +169,7 @@ OBJECTIVES = Experiment(
         )
     ],
     tables=[
-        Pivot(
+        grid.Pivot(
             f"Table 5: {name} over best tuned Sarathi, peak effective rate, %",
             *("gain", ("ttft_s",), "tpot_s", 1),
             derive=partial(gains, name),
@@ -200,7 +189,7 @@ BREAKDOWN: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def fig_7(rows: Rows) -> Table:
+def fig_7(rows: grid.Rows) -> Table:
     """Peak effective rate of each step."""
     lines = []
     before = 0.0
@@ -223,7 +212,7 @@ _A, _B = SETUP.truth.coefficients[:2]
 _BLIND = SETUP._replace(believed=LinearLatency(a=_A, b=_B, c=0.0))
 _TB = FAIR._replace(label="FB-TB")
 
-STEPS = Experiment(
+STEPS = grid.Experiment(
     "fairbatching_breakdown",
     "FairBatching Fig. 7",
     "Where does FairBatching's gain come from?",
@@ -234,79 +223,4 @@ STEPS = Experiment(
         Sweep(workloads=QWEN, setups=(_BLIND,), loads=LOADS, kinds=(_TB,), span=SPAN),
     ],
     tables=[fig_7],
-)
-
-# On several replicas.
-
-
-def _labelled(name: str, router: str, kind: Contender, admission: str | None = None) -> System:
-    return System(router, kind._replace(label=name), admission, "reject")
-
-
-TUNED = tuple(_labelled(f"vllm + {kind.label}", "vllm", kind) for kind in SARATHI)
-OTHERS = (
-    _labelled("vllm + fairbatching", "vllm", FAIR),
-    _labelled("pab + fairbatching", "pab", FAIR),
-    _labelled("pab + fairbatching, refusing", "pab", FAIR, "pab"),
-    _labelled(f"vllm + {DEFAULT.label}", "vllm", DEFAULT),
-    _labelled(f"default ({ROUTER}) + {DEFAULT.label}", ROUTER, DEFAULT),
-    _labelled(f"the same, refusing by {systems.ADMISSION}", ROUTER, DEFAULT, systems.ADMISSION),
-)
-LINES: Mapping[str, tuple[str, ...]] = {
-    "vllm + fcfs": ("vllm + fcfs",),
-    f"vllm + {BASE}": tuple(system.local.label for system in TUNED),
-    **{system.local.label: (system.local.label,) for system in OTHERS},
-}
-
-
-def _traced(make: Make, setup: systems.Setup, rate: float, requests: int, seed: int) -> Workload:
-    slo = Slowdown(3.0, loads.alone_s(setup.truth), 2.0, 0.05)
-    words = "TTFT 2 s, for long prompts 3 times that on an idle engine; TPOT 50 ms."
-    return with_objectives(
-        make(setup, rate, requests, seed), lambda arrival: slo(arrival.prompt_tokens), words
-    )
-
-
-def _bursts(scaling: str, plan: Plan) -> Mapping[str, Make]:
-    traces = recorded(plan.traces, (scaling,))
-    return {name: partial(_traced, make) for name, make in traces.items()}
-
-
-def _cluster(arrivals: Callable[[Plan], Mapping[str, Make]], layout: systems.Layout) -> Sweep:
-    return Sweep(
-        named=("dataset",),
-        workloads=arrivals,
-        layouts=(layout,),
-        loads=(0.6, 0.8, 1.0, 1.25),
-        kinds=(_labelled("vllm + fcfs", "vllm", FCFS), *TUNED, *OTHERS),
-        span=Span(15.0, 40, 150),
-    )
-
-
-def _fig_8(rows: Rows) -> list[str]:
-    found = {name: peak(rows, policies) for name, policies in LINES.items()}
-    base = found[f"vllm + {BASE}"].mean
-    times = [f" ({own.mean / base:.2f} x)" if base else "" for own in found.values()]
-    return [own.shown(2) + over for own, over in zip(found.values(), times, strict=True)]
-
-
-CLUSTER = Experiment(
-    "fairbatching_cluster",
-    "FairBatching Fig. 8",
-    "What does balancing by the prefill admission budget add to FairBatching?",
-    setting=f"{SETTING} Recorded arrivals: at 8 replicas stretched to the rate, at 2 thinned; TTFT "
-    "2 s, or 3 times the idle engine's where that is longer. vLLM's balancing weighs a waiting "
-    "request as four running ones; `refusing`: what no replica can promise is refused.",
-    grids=[
-        _cluster(DATASETS, systems.colocated(8)),
-        _cluster(partial(_bursts, "stretched"), systems.colocated(8)),
-        _cluster(partial(_bursts, "thinned"), systems.colocated(2)),
-    ],
-    tables=[
-        Lines(
-            "Fig. 8: peak effective rate of all replicas, requests/s (over vLLM's with Sarathi)",
-            *(("dataset", "replicas"), tuple(LINES), _fig_8, "Peaks over loads, mean over seeds."),
-        ),
-        Pivot("SLO attainment, running max TPOT, mean over data sets", FIGURE),
-    ],
 )

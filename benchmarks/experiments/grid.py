@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from sluice.benchmarks.options import in_processes
-from sluice.benchmarks.report import Chart, Estimate, Point, Table
+from sluice.benchmarks.report import Estimate, Table
 
 Scale = Literal["quick", "normal", "full"]
 """How much to run: seconds (a smoke test whose figures mean nothing), minutes, or longer."""
@@ -139,12 +139,10 @@ class Experiment:
         """The cells in this plan."""
         return [cell for grid in self.grids for cell in grid.cells(plan)]
 
-    def findings(self, rows: Rows) -> tuple[list[Table], list[Chart]]:
-        """The tables of ``rows``, and a chart for each table over a numeric label."""
+    def findings(self, rows: Rows) -> list[Table]:
+        """The tables of ``rows``."""
         rows = self.derive(rows)
-        tables = [made for made in (table(rows) for table in self.tables) if made.rows]
-        charts = [table.chart(rows) for table in self.tables if isinstance(table, Pivot)]
-        return tables, [chart for chart in charts if chart is not None]
+        return [made for made in (table(rows) for table in self.tables) if made.rows]
 
 
 def measured(cells: Sequence[Cell], seeds: Sequence[int], jobs: int) -> Iterator[Row]:
@@ -190,20 +188,6 @@ class Pivot:
             means = [estimate(by.get((value,), []), self.figure) for value in columns]
             lines.append((*map(shown, labels), *(each.shown(self.digits) for each in means)))
         return Table(self.title, (*self.down, *map(shown, columns)), lines, self.note)
-
-    def chart(self, rows: Rows) -> Chart | None:
-        """The same over the numeric label ``across``, a line per value of the last of ``down``."""
-        rows = having(self.derive(rows), self.where)
-        if any(isinstance(row[self.across], str) for row in rows):
-            return None
-        lines = {
-            shown(name): [
-                Point(float(x), *estimate(cell, self.figure)[:2])
-                for (x,), cell in grouped(own, self.across).items()
-            ]
-            for (name,), own in grouped(rows, self.down[-1]).items()
-        }
-        return Chart(self.title, self.across, self.figure, lines)
 
 
 def pivots(
@@ -253,11 +237,10 @@ def means(
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
-    """The contender labelled ``ours`` against the others, by ``figures`` that are shares of 1."""
+    """The contender labelled ``ours`` against the others."""
 
     label: str
     ours: str
-    figures: Mapping[str, str]
 
     def of(self, rows: Rows, name: str) -> Rows:
         """The rows of one contender."""

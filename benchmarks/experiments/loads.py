@@ -39,22 +39,16 @@ def alone_s(model: LatencyModel) -> Callable[[int], float]:
 
 
 def _generate(
-    setting: Callable[..., Workload],
-    names: Sequence[str],
-    more: Mapping[str, Any],
-    setup: Setup,
-    rate: float,
-    requests: int,
-    seed: int,
+    setting: Callable[..., Workload], setup: Setup, rate: float, requests: int, seed: int
 ) -> Workload:
-    if setting is settings.slos_serve:
-        more = {**more, "zero_load_s": alone_s(setup.truth)}
-    return setting(*names, rate=rate, requests=requests, seed=seed, **more)
+    idle = {"zero_load_s": alone_s(setup.truth)}
+    of_setup = idle if getattr(setting, "func", None) is settings.slos_serve else {}
+    return setting(rate=rate, requests=requests, seed=seed, **of_setup)
 
 
 def generated(setting: Callable[..., Workload], *names: str, **more: Any) -> Make:
     """A function of :mod:`sluice.simulation.settings` with further arguments."""
-    return partial(_generate, setting, names, more)
+    return partial(_generate, partial(setting, *names, **more))
 
 
 def _flowprefill(setup: Setup, rate: float, requests: int, seed: int) -> Workload:
@@ -118,8 +112,7 @@ def recorded(
     found: dict[str, Make] = {}
     for path in traces.trace_files(folder):
         _trace(path)
-        for scaling in scalings:
-            found[f"{path.stem} ({scaling})"] = partial(_recorded, path, scaling)
+        found |= {f"{path.stem} ({each})": partial(_recorded, path, each) for each in scalings}
     return found
 
 
@@ -197,17 +190,18 @@ def measure(
 
 class Search(NamedTuple):
     """The greatest rates per replica (``rate_0.9``) at which the ``shares`` attain by
-    ``figure``."""
+    ``figure``, and the figures ``also`` at the first of them."""
 
     figure: str
     shares: Sequence[float] = (0.9,)
     least: float = 0.05
     most: float = 4.0
     steps: int = 7
+    also: Sequence[str] = ()
 
     def loads(self, attainment: Callable[[float], float]) -> Mapping[float, float]:
         """The load by share."""
-        return greatest_loads(attainment, *self[1:])
+        return greatest_loads(attainment, *self[1:5])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,13 +242,8 @@ class Sweep:
                         at = {} if isinstance(load, Search) else {"load": load}
                         if quick and isinstance(load, Search):
                             load = load._replace(least=0.5, most=1.0, steps=1)
-                        run = partial(
-                            at_load,
-                            conditions=conditions,
-                            full_rate=full_rate,
-                            load=load,
-                            span=span,
-                        )
+                        fixed = {"conditions": conditions, "full_rate": full_rate, "load": load}
+                        run = partial(at_load, **fixed, span=span)
                         found += [
                             Cell({**labels, **at, **systems.labels_of(kind)}, partial(run, kind))
                             for kind in kinds
@@ -273,16 +262,17 @@ def at_load(
     """The figures at a load, 1 of which is ``full_rate``, or the rates that a search finds."""
 
     def run(load: float) -> Mapping[str, float]:
-        rate = load * full_rate
-        return measure(
-            kind, seed, conditions, rate, span.requests(rate / conditions.size) * conditions.size
-        )
+        rate, size = load * full_rate, conditions.size
+        return measure(kind, seed, conditions, rate, span.requests(rate / size) * size)
 
     if not isinstance(load, Search):
         return run(load)
     figure, full = load.figure, full_load_rate(conditions.make, conditions.setup)
     found = load.loads(lambda each: run(each)[figure])
-    return {f"rate_{share:g}": each * full for share, each in found.items()}
+    rates = {f"rate_{share:g}": each * full for share, each in found.items()}
+    first = found[load.shares[0]]
+    there = run(first) if load.also and first else {}
+    return rates | {name: there.get(name, 0.0) for name in load.also}
 
 
 STATIC = ("sarathi", "sarathi_priority", "edf", "sjf")

@@ -11,31 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import (
-    Axes,
-    Experiment,
-    Lines,
-    Product,
-    Rows,
-    Scaled,
-    estimate,
-    few,
-    first,
-    grouped,
-    having,
-    mean,
-    shown,
-)
-from sluice.benchmarks.experiments.loads import (
-    GENERATED,
-    QUICK,
-    Conditions,
-    Make,
-    Span,
-    full_load_rate,
-    recorded,
-)
+from sluice.benchmarks.experiments import grid, loads, systems
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
     DEFAULT,
@@ -83,7 +59,7 @@ GROUPS: dict[str, tuple[Tenant, ...]] = {
     "five": (Tenant(1, 0.2), Tenant(1, 0.6), Tenant(2, 1.0), Tenant(1, 1.5), Tenant(2, 20.0)),
 }
 
-SHARE_MAKE = GENERATED["proserve sharegpt"]
+SHARE_MAKE = loads.GENERATED["proserve sharegpt"]
 
 
 def tenants_workload(tenants: Sequence[Tenant], rate: float, seconds: float, seed: int) -> Workload:
@@ -120,7 +96,7 @@ def measure_shares(
     share."""
     group, layout = GROUPS[tenants], systems.colocated(replicas)
     load = tenants_workload(
-        group, OVERLOAD * Conditions(SHARE_MAKE, SETUP, layout).full_rate, seconds, seed
+        group, OVERLOAD * loads.Conditions(SHARE_MAKE, SETUP, layout).full_rate, seconds, seed
     )
     submitted = load
     if shares == "none":
@@ -169,16 +145,17 @@ SHARE_FIGURES = {
 }
 
 
-def _compared(rows: Rows) -> list[str]:
-    none, fair = (having(rows, {"shares": on}) for on in ("none", "fair"))
+def _compared(rows: grid.Rows) -> list[str]:
+    none, fair = (grid.having(rows, {"shares": on}) for on in ("none", "fair"))
     pairs = [
-        (mean(none, name), mean(fair, name)) for name in (*SHARE_FIGURES, "tokens_per_s", "goodput")
+        (grid.mean(none, name), grid.mean(fair, name))
+        for name in (*SHARE_FIGURES, "tokens_per_s", "goodput")
     ]
-    shown = [f"{before:.3f} -> {after:.3f}" for before, after in pairs[: len(SHARE_FIGURES)]]
-    return [*shown, *(f"{after / max(before, 1e-9):.3f}" for before, after in pairs[-2:])]
+    both = [f"{before:.3f} -> {after:.3f}" for before, after in pairs[: len(SHARE_FIGURES)]]
+    return [*both, *(f"{after / max(before, 1e-9):.3f}" for before, after in pairs[-2:])]
 
 
-FAIR_SHARES = Experiment(
+FAIR_SHARES = grid.Experiment(
     "fair_shares",
     "ours; weighted max-min fairness, trunk reservation",
     "Under overload, does each tenant get its fair share of promised capacity, and what does "
@@ -187,14 +164,14 @@ FAIR_SHARES = Experiment(
     f"together. Shares: weighted max-min of the promised tokens of prompt and output, in windows "
     f"of {WINDOW_S:g} s after the first {WARM_UP_S:g} s. What cannot be promised is refused.",
     grids=[
-        Product(
+        grid.Product(
             measure_shares,
-            {"tenants": first(tuple(GROUPS)), "shares": ("none", "fair")},
-            {"replicas": Scaled(1, 4), "seconds": Scaled(6.0, WARM_UP_S + 3 * WINDOW_S)},
+            {"tenants": grid.first(tuple(GROUPS)), "shares": ("none", "fair")},
+            {"replicas": grid.Scaled(1, 4), "seconds": grid.Scaled(6.0, WARM_UP_S + 3 * WINDOW_S)},
         )
     ],
     tables=[
-        Lines(
+        grid.Lines(
             "Without fair shares -> with them",
             ("tenants",),
             (*SHARE_FIGURES, "promised tokens", "goodput"),
@@ -224,10 +201,10 @@ RETRY_WARM_UP_S = 10.0
 
 
 def measure_retries(
-    seed: int, workload: Make, load: float, clients: str, span: Span
+    seed: int, workload: loads.Make, load: float, clients: str, span: loads.Span
 ) -> Mapping[str, float]:
     """The counts of one run."""
-    rate = load * Conditions(workload, SETUP, colocated(REPLICAS)).full_rate
+    rate = load * loads.Conditions(workload, SETUP, colocated(REPLICAS)).full_rate
     made = workload(SETUP, rate, span.requests(rate), seed)
     lasts_s = made.arrivals[-1].arrival_s
     if clients == NOT_RESERVED:
@@ -261,21 +238,25 @@ def retry_counts(requests: Requests, lasts_s: float) -> dict[str, float]:
     }
 
 
-def _moments(rows: Rows) -> list[str]:
-    again = having(rows, {"clients": AGAIN})
+def _moments(rows: grid.Rows) -> list[str]:
+    again = grid.having(rows, {"clients": AGAIN})
     returns, held = (sum(float(row[each]) for row in again) for each in ("returns", "held"))
     holds = "yes" if held >= WANTED * returns else "NO"
     share = f"{held / returns:.3f}" if returns else "-"
-    shown = [estimate(again, each).shown(2) for each in ("retry_after_p95", "promised", "goodput")]
-    return [f"{returns:.0f}", share, holds if returns >= MIN_RETURNS else "-", *shown]
+    rest = [
+        grid.estimate(again, each).shown(2) for each in ("retry_after_p95", "promised", "goodput")
+    ]
+    return [f"{returns:.0f}", share, holds if returns >= MIN_RETURNS else "-", *rest]
 
 
-def _costs(rows: Rows) -> list[str]:
-    kept, none = (mean(having(rows, {"clients": each}), "goodput") for each in (GONE, NOT_RESERVED))
+def _costs(rows: grid.Rows) -> list[str]:
+    kept, none = (
+        grid.mean(grid.having(rows, {"clients": each}), "goodput") for each in (GONE, NOT_RESERVED)
+    )
     return [f"{kept:.2f}", f"{none:.2f}", f"{kept / none:.3f}" if none else "-"]
 
 
-moments = Lines(
+moments = grid.Lines(
     f"All clients retry, and {WANTED:g} of the retries are to be promised",
     ("workload", "load"),
     ("retries", "held", "holds", "retry-after, P95, s", "promised", "goodput, 1/s"),
@@ -284,7 +265,7 @@ moments = Lines(
 )
 """How good the retry times are."""
 
-costs = Lines(
+costs = grid.Lines(
     "No client retries: goodput, requests a second",
     ("workload", "load"),
     ("reserved", "not reserved", "ratio"),
@@ -292,7 +273,7 @@ costs = Lines(
 )
 """What unused reservations cost."""
 
-RETRY_AFTER = Experiment(
+RETRY_AFTER = grid.Experiment(
     "retry_after",
     "ours; reservation with backfilling is Lifka 1995",
     "Is a refused request promised when it retries at its Retry-After, and what does the "
@@ -302,14 +283,14 @@ RETRY_AFTER = Experiment(
     f"the controller has to learn; {NOT_RESERVED}: the same, each request with its own API key, so "
     "that no new request respects a reservation.",
     grids=[
-        Product(
+        grid.Product(
             measure_retries,
             {
-                "workload": first({name: GENERATED[name] for name in WORKLOADS}),
-                "load": first((0.9, 1.2, 1.5)),
+                "workload": grid.first({name: loads.GENERATED[name] for name in WORKLOADS}),
+                "load": grid.first((0.9, 1.2, 1.5)),
                 "clients": tuple(COME_BACKS),
             },
-            {"span": Scaled(Span(6.0, 20, 60), Span(60.0, 200, 4_000))},
+            {"span": grid.Scaled(loads.Span(6.0, 20, 60), loads.Span(60.0, 200, 4_000))},
         )
     ],
     tables=(moments, costs),
@@ -351,17 +332,17 @@ WRONG = {
 
 def measure(
     seed: int,
-    workload: Make,
+    workload: loads.Make,
     setup: str,
     load: float,
     model: Wrong | None,
     system: float | None,
-    span: Span,
+    span: loads.Span,
 ) -> Mapping[str, float]:
     """The counts of one run; ``system`` is the level of the margins, without a wrong model an
     oracle."""
     own = SETUPS[setup]
-    rate = load * full_load_rate(workload, own)
+    rate = load * loads.full_load_rate(workload, own)
     made = workload(own, rate * REPLICAS, span.requests(rate) * REPLICAS, seed)
     layout = systems.colocated(REPLICAS, promise_level=system)
     if model is None:
@@ -400,7 +381,7 @@ class Sums(NamedTuple):
     """One cell over all seeds: the rows of each system."""
 
     labels: tuple[str, ...]
-    of: Mapping[str, Rows]
+    of: Mapping[str, grid.Rows]
 
     def sum(self, system: str, figure: str) -> float:
         """The sum of a count."""
@@ -412,21 +393,21 @@ class Sums(NamedTuple):
         return self.sum(system, figure) / whole if whole else 1.0
 
 
-def sums_of(rows: Rows) -> list[Sums]:
+def sums_of(rows: grid.Rows) -> list[Sums]:
     """Every cell of a wrong model, with the oracle of its workload."""
-    oracles = grouped([row for row in rows if row["system"] == ORACLE], *CELL[:3])
-    others = grouped([row for row in rows if row["system"] != ORACLE], *CELL)
+    oracles = grid.grouped([row for row in rows if row["system"] == ORACLE], *CELL[:3])
+    others = grid.grouped([row for row in rows if row["system"] != ORACLE], *CELL)
     found = []
     for labels, own in others.items():
-        systems = {str(name): list(part) for (name,), part in grouped(own, "system").items()}
-        found.append(Sums(tuple(map(shown, labels)), {**systems, ORACLE: oracles[labels[:3]]}))
+        systems = {str(name): list(part) for (name,), part in grid.grouped(own, "system").items()}
+        found.append(Sums(tuple(map(grid.shown, labels)), {**systems, ORACLE: oracles[labels[:3]]}))
     return found
 
 
 _SHARES = (("promised",), ("kept", "promised"), ("kept", "kept", ORACLE), ("attained",))
 
 
-def by_model(rows: Rows) -> Table:
+def by_model(rows: grid.Rows) -> Table:
     """Means over the cells of each wrong model."""
     sums = sums_of(rows)
     lines = []
@@ -457,24 +438,21 @@ def targets(sums: Sequence[Sums]) -> Table:
         each.labels: each.share(MARGINS, "attained") - each.share(NONE, "attained") for each in sums
     }
     least = LEVEL - KEPT_BELOW
-    checks: list[tuple[str, Mapping[tuple[str, ...], float], float, float | None]] = [
-        (f"kept, cells of {MIN_PROMISES} promises or more", kept, least, None),
+    checks: list[tuple[str, Mapping[tuple[str, ...], float], float, float]] = [
+        (f"kept, cells of {MIN_PROMISES} promises or more", kept, least, -np.inf),
         ("goodput over that without margins", to_none, 1 - GOODPUT_BELOW, 1.0),
-        ("goodput over the oracle's", to_oracle, OF_ORACLE, None),
+        ("goodput over the oracle's", to_oracle, OF_ORACLE, -np.inf),
         ("attained, minus that without margins", points, -np.inf, 0.0),
     ]
     lines = []
-    for words, values, floor, mean_floor in checks:
-        if not values:
-            continue
-        mean, cell = fmean(values.values()), min(values, key=lambda at: values[at])
+    for words, values, floor, mean_floor in (check for check in checks if check[1]):
+        middle, cell = fmean(values.values()), min(values, key=lambda at: values[at])
         below = sum(value < floor for value in values.values())
-        held = not below and (mean_floor is None or mean >= mean_floor)
-        wanted = [f"each >= {floor:.3f}"] if floor > -np.inf else []
-        wanted += [f"mean >= {mean_floor:.3f}"] if mean_floor is not None else []
+        named = (("each", floor), ("mean", mean_floor))
+        wanted = ", ".join(f"{what} >= {least:.3f}" for what, least in named if least > -np.inf)
         worst = f"{values[cell]:.3f} ({', '.join(cell)})"
-        line = words, ", ".join(wanted), f"{mean:.4f}", worst, f"{below} of {len(values)}"
-        lines.append((*line, "yes" if held else "NO"))
+        held = "yes" if not below and middle >= mean_floor else "NO"
+        lines.append((words, wanted, f"{middle:.4f}", worst, f"{below} of {len(values)}", held))
     return Table(
         f"Targets at level {LEVEL:g}",
         ("figure", "wanted", "mean", "worst cell", "cells below", "holds"),
@@ -482,15 +460,15 @@ def targets(sums: Sequence[Sums]) -> Table:
     )
 
 
-AXES: Axes = {
-    "workload": lambda plan: few(GENERATED, plan) | recorded(plan.traces),
-    "setup": first(("8b", "70b-short")),
-    "load": first((0.9, 1.3)),
+AXES: grid.Axes = {
+    "workload": lambda plan: grid.few(loads.GENERATED, plan) | loads.recorded(plan.traces),
+    "setup": grid.first(("8b", "70b-short")),
+    "load": grid.first((0.9, 1.3)),
 }
 SYSTEMS = {NONE: None, MARGINS: LEVEL}
-SPAN = {"span": Scaled(QUICK, Span(45.0, 150, 500))}
+SPAN = {"span": grid.Scaled(loads.QUICK, loads.Span(45.0, 150, 500))}
 
-EXPERIMENT = Experiment(
+EXPERIMENT = grid.Experiment(
     "promises",
     "ours; adaptive conformal inference is Gibbs and Candès 2021",
     "Are promises kept where the engine's latency model is wrong, and what do the margins cost?",
@@ -499,8 +477,8 @@ EXPERIMENT = Experiment(
     "drift: 15 % noise, and one replica is 1.3 times slower in the middle third. The oracle has an "
     "exact model and known lengths, and promises exactly the requests that it keeps.",
     grids=[
-        Product(measure, {**AXES, "model": {"-": None}, "system": {ORACLE: None}}, SPAN),
-        Product(measure, {**AXES, "model": WRONG, "system": SYSTEMS}, SPAN),
+        grid.Product(measure, {**AXES, "model": {"-": None}, "system": {ORACLE: None}}, SPAN),
+        grid.Product(measure, {**AXES, "model": WRONG, "system": SYSTEMS}, SPAN),
     ],
     tables=(lambda rows: targets(sums_of(rows)), by_model),
 )

@@ -1,25 +1,15 @@
-"""ProServe on one node (Fig. 6, 7, 10, 13, 15 to 18) and on several (Fig. 11, 12 and 19)."""
+"""ProServe on one node (Fig. 6, 7, 10, 13, 15 to 18)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
-from sluice.benchmarks.experiments import loads, systems
-from sluice.benchmarks.experiments.grid import (
-    Experiment,
-    Pivot,
-    Product,
-    Rows,
-    Scaled,
-    grouped,
-    mean,
-    pivots,
-)
+from sluice.benchmarks.experiments import grid, loads, systems
 from sluice.benchmarks.experiments.loads import QUICK, Make, Span, Sweep, generated, workloads
-from sluice.benchmarks.experiments.systems import DEFAULT, ROUTER, SETUPS, Contender, System
+from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender
 from sluice.benchmarks.report import Table
 from sluice.scheduling.batching import BatchPlan
 from sluice.scheduling.batching.slidebatching import SlideBatching
@@ -29,9 +19,8 @@ from sluice.simulation.metrics import stages, token_gain
 from sluice.simulation.settings import PROSERVE_DATASETS, proserve
 
 SLIDE = Contender("slidebatching", "slidebatching")
-BASELINES = ("fcfs", "weighted_vtc", "sarathi", "sarathi_priority", "fairbatching")
 SPAN = Span(60.0, 200, 600)
-TDG, ATTAINED, MEAN_TPOT = "tdg", "attainment_mean", "SLO attainment, mean TPOT"
+TDG, ATTAINED = "tdg", "attainment_mean"
 BY_POLICY = ("dataset", "policy")
 TWO = ("sharegpt", "azure")
 
@@ -46,12 +35,10 @@ def _plain(*names: str) -> list[Contender]:
 
 
 def _datasets(
-    kinds: Sequence[systems.Kind],
+    kinds: Sequence[Contender],
     names: tuple[str, ...],
     loads: tuple[float, ...],
     setups: Sequence[str] = ("8b",),
-    span: Span = SPAN,
-    layouts: Sequence[systems.Layout | None] = (None,),
 ) -> Sweep:
     return Sweep(
         named=("dataset",),
@@ -59,12 +46,11 @@ def _datasets(
         setups=[SETUPS[name] for name in setups],
         loads=loads,
         kinds=kinds,
-        span=span,
-        layouts=layouts,
+        span=SPAN,
     )
 
 
-POLICIES = Experiment(
+POLICIES = grid.Experiment(
     "proserve_policies",
     "ProServe Fig. 10 and 13",
     "Does SlideBatching gain more than the other policies, and what do priorities attain?",
@@ -72,24 +58,24 @@ POLICIES = Experiment(
     setting=SETTING,
     grids=[
         _datasets(
-            [*_plain(*BASELINES), SLIDE, DEFAULT],
+            [*_plain("fcfs", "sarathi", "sarathi_priority", "fairbatching"), SLIDE, DEFAULT],
             PROSERVE_DATASETS,
             (0.8, 1.0, 1.2, 1.5),
             ("8b", "70b"),
         )
     ],
     tables=[
-        *pivots(
+        *grid.pivots(
             {TDG: "TDG ratio", ATTAINED: "SLO attainment"},
             ("setup", "policy"),
             title="Fig. 10: {}, mean over data sets",
         ),
-        *pivots(
+        *grid.pivots(
             {ATTAINED: "SLO attainment, mean over loads and setups"},
             *(("dataset",), "policy"),
             title="Fig. 10 by data set: {}",
         ),
-        *pivots(
+        *grid.pivots(
             {"attainment_priority_2": "high", "attainment_priority_1": "low"},
             title="Fig. 13: SLO attainment, {} priority, setup 70b, sharegpt and azure",
             where={
@@ -102,13 +88,13 @@ POLICIES = Experiment(
 )
 
 
-def fig_15(rows: Rows) -> Table:
+def fig_15(rows: grid.Rows) -> Table:
     """The missed TDG of each variant over that of SlideBatching."""
-    cells = grouped(rows, *BY_POLICY, "load")
-    missed = {at: 1 - mean(own, TDG) for at, own in cells.items()}
-    loads = [load for (load,) in grouped(rows, "load")]
+    cells = grid.grouped(rows, *BY_POLICY, "load")
+    missed = {at: 1 - grid.mean(own, TDG) for at, own in cells.items()}
+    loads = [load for (load,) in grid.grouped(rows, "load")]
     lines = []
-    for dataset, policy in grouped(rows, *BY_POLICY):
+    for dataset, policy in grid.grouped(rows, *BY_POLICY):
         pairs = [[missed[dataset, name, load] for name in (policy, SLIDE.label)] for load in loads]
         shown = [f"{a / b:.2f} x" if b > 1e-9 else f"{a:.4f} (of 0)" for a, b in pairs]
         lines.append((str(dataset), str(policy), *shown))
@@ -121,7 +107,7 @@ def fig_15(rows: Rows) -> Table:
     )
 
 
-ABLATION = Experiment(
+ABLATION = grid.Experiment(
     "proserve_ablation",
     "ProServe Fig. 15",
     "What does each part of SlideBatching add?",
@@ -143,8 +129,7 @@ ABLATION = Experiment(
     ],
     tables=[
         fig_15,
-        Pivot("TDG ratio", TDG, BY_POLICY, digits=4),
-        Pivot("SLO attainment", ATTAINED, BY_POLICY),
+        grid.Pivot("SLO attainment", ATTAINED, BY_POLICY),
     ],
 )
 
@@ -153,7 +138,7 @@ def _weighted(high: float) -> Make:
     return generated(proserve, "sharegpt", priorities=(int(high), 1))
 
 
-def by_priority(rows: Rows) -> Rows:
+def by_priority(rows: grid.Rows) -> grid.Rows:
     """Attainment of each priority by name; with a weight of 1 there is one priority."""
     return [
         {
@@ -165,7 +150,7 @@ def by_priority(rows: Rows) -> Rows:
     ]
 
 
-WEIGHTS = Experiment(
+WEIGHTS = grid.Experiment(
     "proserve_weights",
     "ProServe Fig. 18",
     "What do larger weights of the high priority change?",
@@ -181,7 +166,7 @@ WEIGHTS = Experiment(
         )
     ],
     derive=by_priority,
-    tables=pivots(
+    tables=grid.pivots(
         {ATTAINED: "overall", "high": "high priority", "low": "low priority"},
         *(("load", "policy"), "weight"),
         title="Fig. 18: SLO attainment, {}",
@@ -189,7 +174,7 @@ WEIGHTS = Experiment(
 )
 
 BUDGETS = (250, 750, 1_500, 2_500)
-TOKEN_BUDGETS = Experiment(
+TOKEN_BUDGETS = grid.Experiment(
     "proserve_token_budgets",
     "ProServe Fig. 7",
     "Which token budget does a static order need, by load?",
@@ -209,7 +194,7 @@ TOKEN_BUDGETS = Experiment(
         )
         for tokens in BUDGETS
     ],
-    tables=[Pivot("Fig. 7: SLO attainment", ATTAINED, ("load", "policy"), "token budget")],
+    tables=[grid.Pivot("Fig. 7: SLO attainment", ATTAINED, ("load", "policy"), "token budget")],
 )
 
 
@@ -250,7 +235,7 @@ def time_line(seed: int, policy: Contender, load: float, span: Span) -> dict[str
     return {f"{name} {part}": float(x) for name, of in found.items() for part, x in enumerate(of)}
 
 
-def by_part(rows: Rows) -> Rows:
+def by_part(rows: grid.Rows) -> grid.Rows:
     """A row for each part of a time line."""
     figures = ("urgent", "normal", "late", "gain")
     labels = ("policy", "load", "seed")
@@ -263,7 +248,7 @@ def by_part(rows: Rows) -> Rows:
 
 
 TIMED, HIGH = (*_plain("fcfs", "sjf", "sarathi", "edf"), SLIDE), 1.3
-TIME_LINES = Experiment(
+TIME_LINES = grid.Experiment(
     "proserve_time_lines",
     "ProServe Fig. 6, 16 and 17",
     "How do urgent and late requests, and the gain per second, develop?",
@@ -271,112 +256,30 @@ TIME_LINES = Experiment(
     setting=f"{SETTING}Azure lengths; a tenth of the arrivals' time per part, means over its "
     "batches. Urgent: by SlideBatching's partition, whatever the policy.",
     grids=[
-        Product(
+        grid.Product(
             time_line,
-            {"policy": TIMED, "load": Scaled((HIGH,), (0.8, 1.0, HIGH))},
-            {"span": Scaled(QUICK, SPAN)},
+            {"policy": TIMED, "load": grid.Scaled((HIGH,), (0.8, 1.0, HIGH))},
+            {"span": grid.Scaled(QUICK, SPAN)},
         )
     ],
     derive=by_part,
     tables=[
-        *pivots(
+        *grid.pivots(
             {"urgent": "urgent", "late": "past their deadline"},
             *(("policy",), "part"),
             title=f"Fig. 6: requests that are {{}}, load {HIGH}",
             where={"load": HIGH, "policy": ("edf", "fcfs", "sjf")},
         ),
-        Pivot(
+        grid.Pivot(
             f"Fig. 16: TDG per second over the mean of the greatest there could be, load {HIGH}",
             *("gain", ("policy",), "part"),
             where={"load": HIGH, "policy": ("sarathi", "slidebatching")},
         ),
-        *pivots(
+        *grid.pivots(
             {"urgent": "urgent", "normal": "normal"},
             *(("load",), "part"),
             title="Fig. 17: {} requests of SlideBatching",
             where={"policy": "slidebatching"},
         ),
     ],
-)
-
-# On several nodes.
-
-MIN_LOAD, GO_ROUTING = "min_load", "go_routing"
-
-
-def _behind(local: str, *routers: str) -> list[System]:
-    return [System(router, Contender(f"{local} + {router}", local)) for router in routers]
-
-
-def _pairs(*locals_: str) -> list[System]:
-    routers = dict.fromkeys((GO_ROUTING, MIN_LOAD, ROUTER))
-    return [system for local in (*locals_, DEFAULT.policy) for system in _behind(local, *routers)]
-
-
-def missed(rows: Rows) -> Rows:
-    """The missed TDG ratio of each row."""
-    return [{**row, "missed": 1 - float(row[TDG])} for row in rows]
-
-
-def _on_cluster(
-    name: str,
-    title: str,
-    question: str,
-    figures: Mapping[str, str],
-    kinds: Sequence[System],
-    datasets: tuple[str, ...],
-    layout: systems.Layout,
-    setup: str = "8b",
-    setting: str = "",
-) -> Experiment:
-    first, words = next(iter(figures.items()))
-    means = Pivot(f"{title}: {words}, mean over data sets", first)
-    return Experiment(
-        name,
-        f"ProServe {title}",
-        question,
-        setting=f"{SETTING}Min-load: fewest requests waiting, running or in transit. {setting}",
-        grids=[
-            _datasets(kinds, datasets, (0.9, 1.2, 1.5), (setup,), Span(20.0, 40, 150), (layout,))
-        ],
-        derive=missed,
-        tables=[
-            *([means] if len(datasets) > 1 else []),
-            *pivots(figures, BY_POLICY, title=f"{title}: {{}}"),
-        ],
-    )
-
-
-DISAGGREGATED = _on_cluster(
-    "proserve_disaggregated",
-    "Fig. 11",
-    "What does GoRouting add where prefill and decode are on separate replicas?",
-    {"tdg_first": "TDG ratio of first tokens", TDG: "TDG ratio"},
-    _pairs("slidebatching", "fcfs"),
-    TWO,
-    systems.disaggregated(8),
-    setting="8 replicas, two of which only decode; the paper does not say how many.",
-)
-COLOCATED = _on_cluster(
-    "proserve_colocated",
-    "Fig. 12",
-    "What does GoRouting add on co-located replicas?",
-    {"missed": "missed TDG ratio", ATTAINED: MEAN_TPOT},
-    _pairs("slidebatching", "sarathi_priority"),
-    ("qwen", "azure"),
-    systems.colocated(6),
-)
-LARGE = _on_cluster(
-    "proserve_large",
-    "Fig. 19",
-    "Does the ordering hold on 32 instances?",
-    {ATTAINED: MEAN_TPOT, TDG: "TDG ratio"},
-    [
-        *(system for local in BASELINES for system in _behind(local, MIN_LOAD)),
-        *(*_behind("slidebatching", GO_ROUTING), *_behind(DEFAULT.policy, ROUTER)),
-    ],
-    ("azure",),
-    systems.colocated(32),
-    setup="70b",
-    setting="Azure in place of the paper's own traces, which are not public.",
 )

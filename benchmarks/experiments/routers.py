@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import (
-    Experiment,
-    Planned,
-    Rivals,
-    Rows,
-    Scaled,
-    difference,
-    estimate,
-    grouped,
-    pivots,
-)
+from sluice.benchmarks.experiments import grid, systems
 from sluice.benchmarks.experiments.loads import QUICK, Span, Sweep, recorded_stretched, workloads
 from sluice.benchmarks.experiments.policies import LOCAL as LOCAL_POLICIES
 from sluice.benchmarks.experiments.policies import ROUTERS
@@ -31,7 +20,7 @@ RIVALS = ("pab", "least_tokens", "go_routing")
 """The routers that the default should never be worse than."""
 
 FIGURES = {"attainment_mean": "SLO attainment, mean TPOT", "tdg": "TDG ratio, envelope"}
-AGAINST = Rivals("router", ROUTER, FIGURES)
+AGAINST = grid.Rivals("router", ROUTER)
 MARGIN = 0.01
 """A cell in which the default is lower by more than this counts as lost."""
 
@@ -41,23 +30,25 @@ SETTING = (
 )
 TWO = ("proserve azure", "slos-serve mixed")
 FOUR = ("proserve sharegpt", "proserve azure", "proserve bursty", "slos-serve mixed")
-SPAN = Scaled(QUICK, Span(15.0, 40, 150), Span(120.0, 100, 2_000))
-ALL = Scaled(tuple(dict.fromkeys(("round_robin", "least_tokens", "pab", ROUTER))), tuple(ROUTERS))
+SPAN = grid.Scaled(QUICK, Span(15.0, 40, 150), Span(120.0, 100, 2_000))
+ALL = grid.Scaled(
+    tuple(dict.fromkeys(("round_robin", "least_tokens", "pab", ROUTER))), tuple(ROUTERS)
+)
 
 
-def against_rivals(rows: Rows, cell: Sequence[str]) -> Table:
+def against_rivals(rows: grid.Rows, cell: Sequence[str]) -> Table:
     """The default router against every other, over the cells that the labels ``cell`` name."""
     lines: list[Sequence[str]] = []
-    cells = grouped(rows, *cell)
+    cells = grid.grouped(rows, *cell)
     for figure, words in FIGURES.items():
-        ours = estimate(AGAINST.of(rows, ROUTER), figure).shown(4)
+        ours = grid.estimate(AGAINST.of(rows, ROUTER), figure).shown(4)
         lines.append((words, f"{ROUTER} (default)", ours, "", "", ""))
-        for (router,), theirs in grouped(rows, "router").items():
+        for (router,), theirs in grid.grouped(rows, "router").items():
             # Some routers are not measured in every cell.
-            names = grouped(theirs, *cell)
+            names = grid.grouped(theirs, *cell)
             both = [row for name in names for row in AGAINST.of(cells[name], ROUTER)]
             leads = [AGAINST.lead(cells[name], str(router), figure).mean for name in names]
-            means = estimate(theirs, figure), difference(both, theirs, figure)
+            means = grid.estimate(theirs, figure), grid.difference(both, theirs, figure)
             below = f"{sum(lead < -MARGIN for lead in leads)} of {len(leads)}"
             worst = f"{min(leads) * 100:+.2f}"
             if router != ROUTER:
@@ -76,21 +67,23 @@ def against_rivals(rows: Rows, cell: Sequence[str]) -> Table:
 # Sizes and roles.
 
 CELL = ("workload", "layout", "replicas", "load", "policy")
-BY_SIZE: Sequence[Callable[[Rows], Table]] = (
-    *pivots(FIGURES, ("policy", "router"), "replicas", title="{}, mean over workloads and loads"),
+BY_SIZE: Sequence[Callable[[grid.Rows], Table]] = (
+    *grid.pivots(
+        FIGURES, ("policy", "router"), "replicas", title="{}, mean over workloads and loads"
+    ),
     lambda rows: against_rivals(rows, CELL),
 )
 
 
 def _sized(
-    layouts: Planned[Sequence[Layout]],
-    policies: Scaled[tuple[str, ...]],
-    routers: Planned[Sequence[str]] = ALL,
+    layouts: grid.Planned[Sequence[Layout]],
+    policies: grid.Scaled[tuple[str, ...]],
+    routers: grid.Planned[Sequence[str]] = ALL,
 ) -> Sweep:
     return Sweep(
-        workloads=workloads(Scaled(TWO, TWO, FOUR), traces=recorded_stretched),
+        workloads=workloads(grid.Scaled(TWO, TWO, FOUR), traces=recorded_stretched),
         layouts=layouts,
-        loads=Scaled((1.2,), (0.9, 1.2), (0.7, 0.9, 1.05, 1.2, 1.5)),
+        loads=grid.Scaled((1.2,), (0.9, 1.2), (0.7, 0.9, 1.05, 1.2, 1.5)),
         kinds=lambda plan: [
             System(router, Contender(local, local))
             for local in policies(plan)
@@ -104,35 +97,36 @@ _SMALL = (colocated(4), colocated(8))
 _LARGE = (colocated(32),)
 _OTHERS = ("slidebatching", "fcfs")
 
-COLOCATED = Experiment(
+COLOCATED = grid.Experiment(
     "routers",
     "ours; the routers are those of the five papers and the usual baselines",
     "Which router has the highest SLO attainment, and does the default lose anywhere?",
     setting=SETTING,
     grids=[
         _sized(
-            Scaled(_SMALL[:1], _SMALL, (*_SMALL, *_LARGE)),
-            Scaled((LOCAL,), (LOCAL, *_OTHERS), tuple(LOCAL_POLICIES)),
+            grid.Scaled(_SMALL[:1], _SMALL, (*_SMALL, *_LARGE)),
+            grid.Scaled((LOCAL,), (LOCAL, *_OTHERS), tuple(LOCAL_POLICIES)),
         ),
-        _sized(Scaled((), _LARGE, ()), Scaled((LOCAL,), (LOCAL,))),
+        _sized(grid.Scaled((), _LARGE, ()), grid.Scaled((LOCAL,), (LOCAL,))),
         # In normal scale, 32 replicas run other policies only with the default and its rivals.
         _sized(
-            Scaled((), _LARGE, ()),
-            Scaled(_OTHERS, _OTHERS),
+            grid.Scaled((), _LARGE, ()),
+            grid.Scaled(_OTHERS, _OTHERS),
             [router for router in ROUTERS if router == ROUTER or router in RIVALS],
         ),
     ],
     tables=BY_SIZE,
 )
 
-DISAGGREGATED = Experiment(
+DISAGGREGATED = grid.Experiment(
     "routers_disaggregated",
     "ours, after ProServe §5.2",
     "The same with prefill and decode on separate replicas?",
     setting=f"{SETTING}A quarter of the replicas only decode.",
     grids=[
         _sized(
-            tuple(systems.disaggregated(size) for size in (4, 8, 32)), Scaled((LOCAL,), (LOCAL,))
+            tuple(systems.disaggregated(size) for size in (4, 8, 32)),
+            grid.Scaled((LOCAL,), (LOCAL,)),
         )
     ],
     tables=BY_SIZE,
@@ -153,7 +147,7 @@ AGES: Mapping[str, Mapping[str, float]] = {
 """By name: how the reports differ from production's."""
 
 
-STALE = Experiment(
+STALE = grid.Experiment(
     "stale_mirror",
     f"ours; the default router is {ROUTER}",
     "What do late and lost reports cost each router?",
@@ -169,10 +163,7 @@ STALE = Experiment(
             span=SPAN,
         )
     ],
-    tables=(
-        *pivots(FIGURES, ("router",), "layout", title="{}, mean over workloads and loads"),
-        lambda rows: against_rivals(rows, ("workload", "layout", "load")),
-    ),
+    tables=grid.pivots(FIGURES, ("router",), "layout", title="{}, mean over workloads and loads"),
 )
 
 # Several controllers.
@@ -185,7 +176,7 @@ def _in_cells(size: int) -> list[Layout]:
     ]
 
 
-CELLS = Experiment(
+CELLS = grid.Experiment(
     "controller_cells",
     "ours",
     "What does it cost that several controllers share the replicas, and each decides on its own?",
@@ -193,14 +184,14 @@ CELLS = Experiment(
     setting=f"Admission {ADMISSION_POLICY}; what cannot be promised is served as best effort.",
     grids=[
         Sweep(
-            workloads=workloads(Scaled(TWO, TWO[:1], TWO)),
-            layouts=Scaled(_in_cells(4), _in_cells(64), (*_in_cells(64), *_in_cells(128))),
+            workloads=workloads(grid.Scaled(TWO, TWO[:1], TWO)),
+            layouts=grid.Scaled(_in_cells(4), _in_cells(64), (*_in_cells(64), *_in_cells(128))),
             loads=(0.8, 0.95, 1.1),
             kinds=[System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION_POLICY)],
             span=Span(10.0, 20, 50),
         )
     ],
-    tables=pivots(
+    tables=grid.pivots(
         {**FIGURES, "promised": "share of requests that were guaranteed"},
         ("workload", "layout"),
         "load",
@@ -222,7 +213,7 @@ def _moving(from_s: float) -> list[Layout]:
     ]
 
 
-MIGRATION = Experiment(
+MIGRATION = grid.Experiment(
     "migration",
     "ours; running requests move as in Llumnix (OSDI 2024)",
     "How long does a drain take, and how many guarantees are kept, if running streams may move?",
@@ -233,17 +224,16 @@ MIGRATION = Experiment(
     grids=[
         Sweep(
             workloads=workloads((FOUR[0], FOUR[3])),
-            layouts=Scaled(_moving(0.2), _moving(5.5)),
+            layouts=grid.Scaled(_moving(0.2), _moving(5.5)),
             loads=(0.7,),
             kinds=(System(ROUTER, Contender(LOCAL, LOCAL), ADMISSION_POLICY),),
             span=SPAN,
         )
     ],
-    tables=pivots(
+    tables=grid.pivots(
         {
             "drain_s": "time of a drain, s",
             "kept": "share of the guaranteed requests that met every objective",
-            "attainment_mean": FIGURES["attainment_mean"],
             "migrated": "streams that moved",
         },
         ("workload",),
@@ -263,7 +253,7 @@ def _admitted(*outcomes: WhenUnattainable) -> list[System]:
     return [System(ROUTER, Contender("none", LOCAL)), *admitted]
 
 
-ADMISSION = Experiment(
+ADMISSION = grid.Experiment(
     "admission",
     "ours; FairBatching §3.4 (pab), SLOs-Serve §4 (two tiers)",
     "How many requests are guaranteed, are the guarantees kept, and what do the requests get that "
@@ -280,7 +270,7 @@ ADMISSION = Experiment(
             span=SPAN,
         )
     ],
-    tables=pivots(
+    tables=grid.pivots(
         {
             **FIGURES,
             "promised": "share of requests that were guaranteed",

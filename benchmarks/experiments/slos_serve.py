@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import nan
 
 import numpy as np
 
-from sluice.benchmarks.experiments import loads, systems
+from sluice.benchmarks.experiments import grid, loads, systems
 from sluice.benchmarks.experiments.disaggregation import RATIOS
-from sluice.benchmarks.experiments.grid import (
-    Axes,
-    Experiment,
-    Pivot,
-    Planned,
-    Product,
-    Row,
-    Rows,
-    Scaled,
-    Value,
-    first,
-    grouped,
-    pivots,
-)
 from sluice.benchmarks.experiments.loads import QUICK, Search, Span, Sweep, generated, workloads
 from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, System, colocated
 from sluice.scheduling.batching import BatchPlan
@@ -91,11 +77,12 @@ def _capacities(
     )
 
 
+STATIC = SLOS_SERVE._replace(label="static batch", batch_tokens=SARATHI_TOKENS)
 DRAFTED = FCFS._replace(label="fcfs, 3 drafts", all_drafts=True)
 ADAPTIVE = SLOS_SERVE._replace(label="slos_serve, adaptive drafts")
 
 
-REASONING = Experiment(
+REASONING = grid.Experiment(
     "slos_serve_reasoning",
     "SLOs-Serve §6.1, the reasoning scenario; fixed loads are ours",
     "What do long outputs attain where they no longer all run at once?",
@@ -112,7 +99,7 @@ REASONING = Experiment(
             oracle=True,
         )
     ],
-    tables=pivots(
+    tables=grid.pivots(
         {
             "attainment_window": "Share of the requests that attain",
             "preemptions": "Preemptions per request",
@@ -122,25 +109,12 @@ REASONING = Experiment(
 )
 
 
-def _windows(*windows_ms: float) -> tuple[System, ...]:
-    """SLOs-Serve on replicas and controller, with these windows."""
-    return tuple(
-        System(
-            "slos_serve",
-            SLOS_SERVE._replace(label=f"{window_ms:g} ms"),
-            "slos_serve",
-            admission_options={"window_ms": window_ms},
-        )
-        for window_ms in windows_ms
-    )
-
-
 DISTSERVE = System("least_tokens", FCFS._replace(label="distserve"))
 
 
-def best_split(rows: Rows) -> Rows:
+def best_split(rows: grid.Rows) -> grid.Rows:
     """Of each system and seed the best layout."""
-    every = grouped(rows, "scenario", "policy", "seed").values()
+    every = grid.grouped(rows, "scenario", "policy", "seed").values()
     return [max(own, key=lambda row: float(row[RATE])) for own in every]
 
 
@@ -154,14 +128,14 @@ OVER = {
 }
 
 
-def over_others(rows: Rows) -> Rows:
+def over_others(rows: grid.Rows) -> grid.Rows:
     """How many times the others' capacity is served, and the geometric mean over scenarios."""
-    found: list[Row] = []
-    for (seed,), own in grouped(rows, "seed").items():
+    found: list[grid.Row] = []
+    for (seed,), own in grid.grouped(rows, "seed").items():
         rates = {(row["scenario"], row["policy"]): float(row[RATE]) for row in own}
         for name, (ours, *rivals) in OVER.items():
-            times: dict[Value, float] = {}
-            for (scenario,) in grouped(own, "scenario"):
+            times: dict[grid.Value, float] = {}
+            for (scenario,) in grid.grouped(own, "scenario"):
                 rate, *others = (rates.get((scenario, each.label), 0.0) for each in (ours, *rivals))
                 if rate and any(others):
                     times[scenario] = rate / max(others)
@@ -173,9 +147,9 @@ def over_others(rows: Rows) -> Rows:
     return found
 
 
-CAPACITY = Experiment(
+CAPACITY = grid.Experiment(
     "slos_serve_capacity",
-    "SLOs-Serve Fig. 1 and 9",
+    "SLOs-Serve Fig. 1, 9 and 14 (fairbatching: no admission; static batch: Sarathi's budget)",
     "Which rate does an engine serve with 90 % and 98 % of the requests in time?",
     seeds=3,
     setting=f"{SETTING}DistServe: separate replicas, first come, first served, 1:1, 2:1 or 1:2, "
@@ -183,18 +157,19 @@ CAPACITY = Experiment(
     "drafted token of the longest; adaptive is the paper's, 3 is an engine's own fixed length.",
     grids=[
         _capacities(SLOS_SERVE_SCENARIOS, FCFS, SARATHI, FAIR, SLOS_SERVE, STRICT),
+        _capacities(("chatbot", "coder", "summarizer"), STATIC),
         _capacities(SLOS_SERVE_SCENARIOS[:5], DISTSERVE, layouts=RATIOS),
         _capacities(SLOS_SERVE_SCENARIOS[:4], DRAFTED, setup=drafting(SETUP, ALPHA, 3, DRAFT_S)),
         _capacities(SLOS_SERVE_SCENARIOS[:4], ADAPTIVE, setup=drafting(SETUP, ALPHA, 9, DRAFT_S)),
     ],
     derive=best_split,
     tables=[
-        *pivots(
+        *grid.pivots(
             {RATE: "90", "rate_0.98": "98"},
             *(("scenario",), "policy", 2),
             title="Fig. 9: capacity at {} % attainment, requests/s",
         ),
-        Pivot(
+        grid.Pivot(
             "Capacity at 90 % over that of others",
             *("times", ("scenario",), "over", 2),
             derive=over_others,
@@ -203,41 +178,47 @@ CAPACITY = Experiment(
 )
 
 
-_BURSTS = [f"{name}, {how}" for how in ARRIVALS for name in SLOS_SERVE_SCENARIOS[:5]]
-TOGETHER = Experiment(
+_BURSTS = [f"{name}, at once" for name in SLOS_SERVE_SCENARIOS[:5]]
+TOGETHER = grid.Experiment(
     "slos_serve_together",
     "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
     "What do bursts gain if their requests are decided together?",
     seeds=10,
-    setting=f"{SETTING}Ten requests at once on idle replicas; gamma: the gaps deviate by 4 times "
-    "their mean. Window: how long a request waits at the controller for others.",
+    setting=f"{SETTING}Ten requests at once on idle replicas. Window: how long a request waits at "
+    "the controller for others.",
     grids=[
         Sweep(
             named=("scenario",),
             workloads=workloads(_BURSTS, _scenario),
             layouts=(colocated(1), colocated(4)),
-            kinds=_windows(0, 2, 10),
+            kinds=[
+                System(
+                    "slos_serve",
+                    SLOS_SERVE._replace(label=f"{window_ms:g} ms"),
+                    "slos_serve",
+                    admission_options={"window_ms": window_ms},
+                )
+                for window_ms in (0.0, 2.0)
+            ],
             loads=(1.0,),
-            span=Span(60.0, 100, 300),
-            spans=dict.fromkeys(_BURSTS[:5], Span(1.0, 10, 10)),
+            span=Span(1.0, 10, 10),
             oracle=True,
         )
     ],
-    tables=pivots(
+    tables=grid.pivots(
         {
             "promised": "Share of the requests that are guaranteed, by window",
             "kept": "Share of these that attain",
-            "attainment_window": "Share of all requests that attain",
         },
         *(("scenario", "replicas"), "policy"),
     ),
 )
 
 
-def over_one(rows: Rows) -> Rows:
+def over_one(rows: grid.Rows) -> grid.Rows:
     """Total capacity over that of one replica; nan where one attains at no rate."""
     found = []
-    for own in grouped(rows, "scenario", "policy", "router", "seed").values():
+    for own in grid.grouped(rows, "scenario", "policy", "router", "seed").values():
         one = next(float(row[RATE]) for row in own if row["replicas"] == 1)
         for row in own:
             times = float(row[RATE]) * float(row["replicas"]) / one if one else nan
@@ -245,7 +226,7 @@ def over_one(rows: Rows) -> Rows:
     return found
 
 
-SCALING = Experiment(
+SCALING = grid.Experiment(
     "slos_serve_scaling",
     "SLOs-Serve Fig. 13",
     "Does capacity grow more than in proportion to the replicas?",
@@ -260,7 +241,7 @@ SCALING = Experiment(
         )
     ],
     derive=over_one,
-    tables=pivots(
+    tables=grid.pivots(
         {
             "times": "Fig. 13: capacity of all replicas at 90 % over that of one",
             RATE: "Capacity per replica, requests/s",
@@ -269,32 +250,6 @@ SCALING = Experiment(
     ),
 )
 
-
-_THREE = ("chatbot", "coder", "summarizer")
-ABLATION = Experiment(
-    "slos_serve_ablation",
-    "SLOs-Serve Fig. 14; the text of §6.3 is not in our copy, the variants are our reading",
-    "What does each optimisation of SLOs-Serve add to capacity?",
-    seeds=4,
-    setting=SETTING,
-    grids=[
-        _capacities(
-            _THREE,
-            SLOS_SERVE,
-            SLOS_SERVE._replace(label="static batch", batch_tokens=SARATHI_TOKENS),
-            FAIR._replace(label="no admission"),
-            SARATHI._replace(label="neither (sarathi)"),
-        )
-    ],
-    tables=[
-        Pivot(
-            "Fig. 14: capacity at 90 % attainment, requests/s",
-            *(RATE, ("scenario",), "policy", 2),
-            "Static batch: the engine's token limit is Sarathi's budget. No admission: earliest "
-            "deadlines in a time budget, by FairBatching with last-token deadlines.",
-        )
-    ],
-)
 
 # What the batches and the tiers look like under load.
 
@@ -313,7 +268,7 @@ def batch_sizes(seed: int, policy: Contender, load: float, span: Span) -> dict[s
     return {"above": float(cost_s[tokens > SARATHI_TOKENS].sum() / cost_s.sum())}
 
 
-LOAD = Experiment(
+LOAD = grid.Experiment(
     "slos_serve_load",
     "SLOs-Serve Fig. 10a, 11 and 12",
     "How large are the batches, and what keeps the requests of the standard tier in time?",
@@ -321,10 +276,10 @@ LOAD = Experiment(
     setting=f"{SETTING}Standard tier: all but best effort. Sarathi's budget is {SARATHI_TOKENS} "
     "tokens; the paper's is 512.",
     grids=[
-        Product(
+        grid.Product(
             batch_sizes,
-            {"policy": (SARATHI, SLOS_SERVE), "load": first((0.6, 0.8, 1.0))},
-            {"span": Scaled(QUICK, Span(60.0, 100, 600))},
+            {"policy": (SARATHI, SLOS_SERVE), "load": grid.first((0.6, 0.8, 1.0))},
+            {"span": grid.Scaled(QUICK, Span(60.0, 100, 600))},
             {"scenario": "summarizer"},
         ),
         Sweep(
@@ -341,12 +296,12 @@ LOAD = Experiment(
         ),
     ],
     tables=[
-        Pivot(
+        grid.Pivot(
             "Fig. 10a: share of the time in batches above Sarathi's budget",
             *("above", ("policy",), "load"),
             where={"scenario": "summarizer"},
         ),
-        *pivots(
+        *grid.pivots(
             {
                 "standard_most": "Fig. 11: most requests of the standard tier at a time",
                 "best_effort_most": "and of best effort",
@@ -362,52 +317,34 @@ LOAD = Experiment(
 
 # How many drafted tokens are checked.
 
-DRAFTS = {"3": 3, "5": 5, "adaptive": 9}
-JUDGED = {"slos_serve": "attainment_window", "deadline_triage": "attainment_mean"}
+JUDGED = {"deadline_triage": "attainment_mean", "slos_serve": "attainment_window"}
 """By policy, the TPOT metric that it targets."""
 
+DRAFTS = {"3": 3, "5": 5, "adaptive": 9}
+_DRAFTING = [("none", "-", 0.0), *((n, f"{a:g}", a) for a in (0.3, 0.6, 0.9) for n in DRAFTS)]
 
-def drafts_at_capacity(
-    seed: int, setup: str, policy: str, drafts: str, acceptance: float, span: Span
-) -> Mapping[str, float]:
-    """The highest rate of chat at which 90 % attain, and drafts checked and accepted per output
-    token."""
-    make, own = SCENARIO("chatbot"), SETUPS[setup]
+
+def _drafts(policy: str, drafts: str, shown: str, acceptance: float) -> Sweep:
+    """Chat with drafts that are right with the probability ``acceptance``."""
+    setups = [SETUPS[name] for name in ("8b", "70b")]
     if drafts in DRAFTS:
-        own = drafting(own, acceptance, DRAFTS[drafts], 0.0)
-    kind = Contender("", policy, all_drafts=drafts in ("3", "5"))
-    full = loads.full_load_rate(make, own)
-    search = Search(JUDGED[policy], (0.9,), 0.5, 1.8, 5)
-
-    def served(load: float) -> tuple[float, float, float]:
-        rate = load * full
-        workload = make(own, rate, span.requests(rate), seed)
-        done = systems.run(workload, kind, own, seed, oracle=True)
-        output, result = workload.mean_output_tokens * len(workload), done.result
-        shares = result.checked_drafts / output, result.accepted_drafts / output
-        return systems.figures(done)[search.figure], *shares
-
-    load = search.loads(lambda load: served(load)[0])[0.9]
-    checked, accepted = served(load)[1:] if load else (0.0, 0.0)
-    return {"rate": load * full, "checked": checked, "accepted": accepted}
+        setups = [drafting(each, acceptance, DRAFTS[drafts], 0.0) for each in setups]
+    return Sweep(
+        workloads={"chatbot": SCENARIO("chatbot")},
+        setups=setups,
+        kinds=[Contender(policy, policy, all_drafts=drafts in ("3", "5"))],
+        span=Span(60.0, 100, 200),
+        loads=(Search(JUDGED[policy], (0.9,), 0.5, 1.8, 5, ("checked",)),),
+        labels={"drafts": drafts, "acceptance": shown},
+        oracle=True,
+    )
 
 
-def _drafts(drafts: tuple[str, ...], acceptance: Planned[Mapping[str, float]]) -> Product:
-    axes: Axes = {
-        "setup": first(("8b", "70b")),
-        "policy": tuple(JUDGED),
-        "acceptance": acceptance,
-        "drafts": drafts,
-    }
-    span = Scaled(QUICK, Span(60.0, 100, 200))
-    return Product(drafts_at_capacity, axes, {"span": span})
+def _by_policy(rows: grid.Rows) -> grid.Rows:
+    return [row for own in grid.grouped(rows, "setup", "policy").values() for row in own]
 
 
-def _by_policy(rows: Rows) -> Rows:
-    return [row for own in grouped(rows, "setup", "policy").values() for row in own]
-
-
-LENGTHS = Experiment(
+LENGTHS = grid.Experiment(
     "speculation_lengths",
     "SLOs-Serve §3.2.3 and appendix D, with lengths by request; the comparison is ours",
     "How much capacity does choosing the number of drafted tokens to check gain, at equal "
@@ -416,16 +353,12 @@ LENGTHS = Experiment(
     "tokens; deadline_triage: the mean. Each draft is right with the stated probability if all "
     "before it are; `adaptive` drafts up to 9 and does not know it; drafting costs nothing. "
     "Capacity: bisection over loads from 0.5 to 1.8 in 5 halvings.",
-    grids=[
-        _drafts(("none",), {"-": 0.0}),
-        _drafts(tuple(DRAFTS), first({"0.3": 0.3, "0.6": 0.6, "0.9": 0.9})),
-    ],
+    grids=[_drafts(policy, *each) for policy in JUDGED for each in _DRAFTING],
     derive=_by_policy,
-    tables=pivots(
+    tables=grid.pivots(
         {
-            "rate": "Capacity at 90 % attainment by acceptance, requests/s",
+            RATE: "Capacity at 90 % attainment by acceptance, requests/s",
             "checked": "Drafted tokens checked per token of output, at that rate",
-            "accepted": "Drafted tokens accepted per token of output, at that rate",
         },
         *(("setup", "policy", "drafts"), "acceptance", 2),
     ),

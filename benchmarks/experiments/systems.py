@@ -19,30 +19,12 @@ from sluice.scheduling.latency.model import LatencyModel, LinearLatency, StepSam
 from sluice.scheduling.latency.speculation import AllDrafts
 from sluice.scheduling.placement.output_lengths import OracleLengths, TaskLengths
 from sluice.scheduling.request.kernels import Floats
-from sluice.scheduling.request.objective import GainWeights
 from sluice.scheduling.roles import Role
+from sluice.simulation import metrics, preemption
 from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
 from sluice.simulation.device import Launches
 from sluice.simulation.engine import Belief, Truth
-from sluice.simulation.metrics import (
-    Stages,
-    TPOTMetric,
-    attained,
-    column,
-    deadline_gain,
-    stages,
-    workload_weights,
-    worst_by_request,
-)
-from sluice.simulation.preemption import (
-    LLAMA3_8B,
-    LLAMA3_70B,
-    QWEN3_30B_A3B,
-    PrefillRun,
-    SuspensionConfig,
-    simulate_prefills,
-)
 from sluice.simulation.replica import Incident
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate
@@ -83,7 +65,11 @@ SETUPS: dict[str, Setup] = {
 active over 2. KV blocks have 16 tokens; ``short``: little KV. The planner of ``8b`` lacks the
 quadratic term; that of ``70b`` errs by +11 % in the fixed part and -8 % in a token's time."""
 
-OPERATORS = {"8b": LLAMA3_8B, "70b": LLAMA3_70B, "30b-a3b": QWEN3_30B_A3B}
+OPERATORS = {
+    "8b": preemption.LLAMA3_8B,
+    "70b": preemption.LLAMA3_70B,
+    "30b-a3b": preemption.QWEN3_30B_A3B,
+}
 """By setup, the operators of a model of this size."""
 
 
@@ -149,7 +135,7 @@ class Suspending(NamedTuple):
     """An engine that only prefills, and suspends prefills as ``config`` says."""
 
     label: str
-    config: SuspensionConfig
+    config: preemption.SuspensionConfig
 
 
 Kind = Contender | System | Suspending
@@ -188,7 +174,7 @@ def local_policy(contender: Contender, workload: Workload, role: Role = "mixed")
     §5.1)."""
     options = dict(contender.options)
     if "first_weight" in LOCAL[contender.policy].Options.model_fields:
-        weights = workload_weights(workload)
+        weights = metrics.workload_weights(workload)
         options.setdefault("first_weight", weights.first / weights.later)
     return LOCAL.make(contender.policy, options, role=role)
 
@@ -253,19 +239,21 @@ def run_cluster(
     return Run(result, frozenset(key for key, why in failures.items() if why == REFUSED))
 
 
-def run_suspending(workload: Workload, kind: Suspending, setup: Setup, seed: int) -> PrefillRun:
+def run_suspending(
+    workload: Workload, kind: Suspending, setup: Setup, seed: int
+) -> preemption.PrefillRun:
     """One run of an engine that suspends prefills."""
     truth, model = Truth(setup.truth, setup.noise), OPERATORS[setup.name]
-    return simulate_prefills(workload, truth, None, kind.config, model, seed)
+    return preemption.simulate_prefills(workload, truth, None, kind.config, model, seed)
 
 
 def figures(run: Run) -> dict[str, float]:
     """The figures of a run: refused requests gain nothing; TPOT by its running maximum."""
     result, requests = run.result, run.result.requests
-    measured = stages(requests)
+    measured = metrics.stages(requests)
     first = requests.first_stage[:-1]
     accepted = ~np.isin(np.arange(len(requests)), list(run.refused))
-    gain = deadline_gain(requests, measured)
+    gain = metrics.deadline_gain(requests, measured)
     arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     waited_s = measured.ttft_s[first]
     waited_s = np.where(np.isnan(waited_s), result.end_s - arrival_s, waited_s)
@@ -277,66 +265,68 @@ def figures(run: Run) -> dict[str, float]:
         "longest_wait_s": float(waited_s.max()),
         "preemptions": result.preemptions / len(requests),
         "batches": sum(result.steps) / len(requests),
+        "checked": result.checked_drafts / (requests.workload.mean_output_tokens * len(requests)),
         **_phases(requests, measured),
     }
-    for metric in TPOTMetric:
-        met = attained(requests, measured, metric) & accepted
+    for metric in metrics.TPOTMetric:
+        met = metrics.attained(requests, measured, metric) & accepted
         found[f"attainment_{metric.value}"] = float(met.mean())
-    met = attained(requests, measured, TPOTMetric.MEAN) & accepted
-    priority = column(requests, 3)[first]
+    met = metrics.attained(requests, measured, metrics.TPOTMetric.MEAN) & accepted
+    priority = metrics.column(requests, 3)[first]
     for level in np.unique(priority) if np.ptp(priority) else ():
         found[f"attainment_priority_{level:g}"] = float(met[priority == level].mean())
-    tpot_s = worst_by_request(requests, measured, measured.tpot_s[TPOTMetric.RUNNING_MAX])
+    tpot_s = metrics.worst_by_request(
+        requests, measured, measured.tpot_s[metrics.TPOTMetric.RUNNING_MAX]
+    )
     for name, values in (("ttft", waited_s[accepted]), ("tpot", tpot_s[accepted])):
-        known = values[~np.isnan(values)]
         for percent in (50, 95, 99):
-            found[f"{name}_p{percent}_s"] = _percentile(known, percent)
+            found[f"{name}_p{percent}_s"] = _percentile(values, percent)
     return found
 
 
-def _phases(requests: Requests, measured: Stages) -> dict[str, float]:
+def _phases(requests: Requests, measured: metrics.Stages) -> dict[str, float]:
     """Shares of first tokens in time, and of later ones within the TPOT of the one before."""
     later = np.ones(len(requests.emitted_s), np.bool_)
     later[requests.offsets[:-1]] = False
     gaps_s = np.diff(requests.emitted_s, prepend=nan)[later]
-    in_time = gaps_s <= np.repeat(column(requests, 1), np.diff(requests.offsets))[later]
+    in_time = gaps_s <= np.repeat(metrics.column(requests, 1), np.diff(requests.offsets))[later]
     return {
-        "ttft_met": float((measured.ttft_s <= column(requests, 0)).mean()),
+        "ttft_met": float((measured.ttft_s <= metrics.column(requests, 0)).mean()),
         "tbt_met": float(in_time.mean()) if len(in_time) else nan,
     }
 
 
 def _percentile(values: Floats, percent: float) -> float:
-    return float(np.percentile(values, percent)) if len(values) else nan
+    """Of the values that are known."""
+    known = values[~np.isnan(values)]
+    return float(np.percentile(known, percent)) if len(known) else nan
 
 
 def cluster_figures(done: Run) -> dict[str, float]:
     """:func:`figures` and the cluster's. ``promised``, ``best_effort``: shares of all; ``kept``,
-    ``best_effort_met``: of these, attained; ``goodput``: per second of a replica."""
-    requests = done.result.requests
-    measured = stages(requests)
-    first = deadline_gain(requests, measured, GainWeights(first=1.0, later=0.0))
-    found = {**figures(done), "tdg_first": first.ratio, "moved": float(done.result.moved)}
-    met = attained(requests, measured, TPOTMetric.MEAN)
-    found["goodput"] = float(met.sum()) / done.result.up_s
-    found["split"] = done.result.split / len(requests)
-    drains_s = done.result.drains_s
-    found["migrated"] = float(done.result.migrated)
-    found["drain_s"] = sum(drains_s) / len(drains_s) if drains_s else nan
-    ttft_s = measured.ttft_s[requests.first_stage[:-1]]
+    ``best_effort_met``: of these, attained; ``split``: served by P/D pairs."""
+    result, requests = done.result, done.result.requests
+    measured = metrics.stages(requests)
+    met = metrics.attained(requests, measured, metrics.TPOTMetric.MEAN)
     promised = ~np.isnan(requests.promised_s)
+    found = {
+        **figures(done),
+        "split": result.split / len(requests),
+        "migrated": float(result.migrated),
+        "drain_s": float(np.mean(result.drains_s)) if result.drains_s else nan,
+        **_by_tier(done, measured),
+    }
     for name, kept, tier in (
         ("promised", "kept", promised),
         ("best_effort", "best_effort_met", requests.best_effort),
     ):
         found[name] = float(tier.mean())
         found[kept] = float(met[tier].mean()) if tier.any() else nan
-    found |= _by_tier(done, measured)
-    over = (ttft_s / requests.promised_s)[promised & ~np.isnan(ttft_s)]
+    over = (measured.ttft_s[requests.first_stage[:-1]] / requests.promised_s)[promised]
     return found | {f"ttft_over_p{each}": _percentile(over, each) for each in (50, 90)}
 
 
-def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
+def _by_tier(done: Run, measured: metrics.Stages) -> dict[str, float]:
     """Most requests of a tier at a time; and P99 of TTFT and TPOT (worst 10 tokens) over the
     objectives of all that is not best effort."""
     requests = done.result.requests
@@ -345,16 +335,16 @@ def _by_tier(done: Run, measured: Stages) -> dict[str, float]:
     ended_s = np.nan_to_num(requests.emitted_s[last], nan=done.result.end_s)
     standard = ~requests.best_effort
     standard[list(done.refused)] = False
-    tiers = {"standard": standard, "best_effort": requests.best_effort}
-    found = {
-        f"{name}_most": _most_at_once(arrived_s[own], ended_s[own]) for name, own in tiers.items()
-    }
     of = standard[requests.stage_request]
-    tpot_s = measured.tpot_s[TPOTMetric.WINDOW]
-    for name, objective, values in (("ttft", 0, measured.ttft_s), ("tpot", 1, tpot_s)):
-        over = (values / column(requests, objective))[of]
-        found[f"standard_{name}"] = _percentile(over[~np.isnan(over)], 99)
-    return found
+    tpot_s = measured.tpot_s[metrics.TPOTMetric.WINDOW]
+    return {
+        "standard_most": _most_at_once(arrived_s[standard], ended_s[standard]),
+        "best_effort_most": _most_at_once(
+            arrived_s[requests.best_effort], ended_s[requests.best_effort]
+        ),
+        "standard_ttft": _percentile((measured.ttft_s / metrics.column(requests, 0))[of], 99),
+        "standard_tpot": _percentile((tpot_s / metrics.column(requests, 1))[of], 99),
+    }
 
 
 def _most_at_once(begun_s: Floats, ended_s: Floats) -> float:
@@ -363,23 +353,22 @@ def _most_at_once(begun_s: Floats, ended_s: Floats) -> float:
     return float(change[np.argsort(times_s, kind="stable")].cumsum().max(initial=0))
 
 
-def prefill_figures(served: PrefillRun, believed: LatencyModel) -> dict[str, float]:
+def prefill_figures(served: preemption.PrefillRun, believed: LatencyModel) -> dict[str, float]:
     """Figures of suspensions. ``near_10``: share with a TTFT within 10 % of what is
     ``believed``."""
     requests, counts = served.requests, served.counts
-    measured = stages(requests)
-    met = attained(requests, measured, TPOTMetric.MEAN)
+    measured = metrics.stages(requests)
     tokens = (arrival.prompt_tokens for arrival in requests.arrivals)
     alone_s = np.array([believed.step_s(StepSample.of([(each, 0)])) for each in tokens])
-    off = np.abs(measured.ttft_s / alone_s - 1)
     return {
-        "attainment_mean": float(met.mean()),
+        "attainment_mean": float(
+            metrics.attained(requests, measured, metrics.TPOTMetric.MEAN).mean()
+        ),
         "throughput": len(requests) / (counts.end_s - requests.arrivals[0].arrival_s),
         "suspensions": counts.suspensions / len(requests),
         "suspended_tokens": float(counts.suspended_tokens),
         "blocked_ms": 1e3 * float(np.mean(counts.blocked_s or [0.0])),
         "batches": counts.tasks / len(requests),
-        "near_10": float((off <= 0.1).mean()),
-        "near_50": float((off <= 0.5).mean()),
+        "near_10": float((np.abs(measured.ttft_s / alone_s - 1) <= 0.1).mean()),
         **_phases(requests, measured),
     }

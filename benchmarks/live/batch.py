@@ -13,10 +13,11 @@ from typing import Final
 
 import click
 
+from sluice.benchmarks.experiments.kinds import Kind
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import Json, LoadError
 from sluice.benchmarks.live.engine import MODEL
-from sluice.benchmarks.live.mix import WORDS, Kind, Pattern, body_of
+from sluice.benchmarks.live.mix import WORDS, Pattern, body_of
 from sluice.benchmarks.live.report import quantiles, table
 from sluice.benchmarks.live.systems import Bench, System, campaign, objectives, router, sluice
 from sluice.benchmarks.options import as_json, number_option, show

@@ -22,7 +22,7 @@ import aiohttp
 from sluice.protocol.requests import Endpoint
 from sluice.replica.openai_format import Call, output_text, parse_call
 from sluice.router import wire
-from sluice.scheduling.request.objective import SLO, TPOTAnchor, TPOTMeter
+from sluice.scheduling.request.objective import SLO, TPOTMeter
 from sluice.simulation.cluster import LOOP_ENDED
 from sluice.simulation.workload import Arrival, Turn, Workload
 
@@ -228,10 +228,8 @@ class Outcome:
     reason: str = "unfinished"
     ended_s: float | None = None
     admission: str = ""
-    predicted_ttft_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
-    worst_tpot_s: float | None = None
     gap_s: float = 0.0
     announced_s: float | None = None
 
@@ -381,9 +379,6 @@ class _Request:
             async with self._session.post(url, json=body, headers=self._headers) as response:
                 begun = True
                 outcome.admission = response.headers.get(wire.ADMISSION_HEADER, "")
-                predicted_ms = response.headers.get(wire.PREDICTED_TTFT_HEADER)
-                if predicted_ms is not None:
-                    outcome.predicted_ttft_s = float(predicted_ms) / 1e3
                 if wire.DEGRADED_HEADER in response.headers:
                     outcome.slo = _promised(outcome.slo, response.headers)
                 if response.status != 200:
@@ -406,7 +401,6 @@ class _Request:
     ) -> None:
         outcome, check = self._outcome, AnswerCheck(expected)
         meter, last_s = TPOTMeter(outcome.slo.tpot_anchor), sent_s
-        worst = TPOTMeter(TPOTAnchor.RUNNING_MAX)
         async for data in response.content.iter_any():
             before_s, last_s = last_s, time.monotonic()
             if outcome.ttft_s is not None:
@@ -414,9 +408,7 @@ class _Request:
             check.feed(data)
             if check.announced and outcome.announced_s is None:
                 outcome.announced_s = last_s - sent_s
-            new = check.first_chunks - meter.tokens
-            meter.emit(new, last_s)
-            worst.emit(new, last_s)
+            meter.emit(check.first_chunks - meter.tokens, last_s)
             if outcome.ttft_s is None and check.chunks:
                 outcome.ttft_s = last_s - sent_s
             if self._leaves_after is not None and check.chunks >= self._leaves_after:
@@ -428,7 +420,6 @@ class _Request:
             raise WrongAnswerError("no text")
         # Tokens without text of their own count as arrived with the last piece of text.
         meter.emit(outcome.output_tokens - meter.tokens, meter.last_token_s or last_s)
-        outcome.worst_tpot_s = max(meter.tpot_s or 0.0, worst.tpot_s or 0.0)
         self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
 
     async def _whole(

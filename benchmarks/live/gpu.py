@@ -65,16 +65,11 @@ def _own(name: str, words: str, limit_s: float) -> Part:
     return Part(words, limit_s, lambda given: [*program, given.folder])
 
 
-def _plots(option: str, place: Path) -> Sequence[str | Path]:
-    return [option, place] if importlib.util.find_spec("matplotlib") else []
-
-
 def _profile(given: Given) -> Sequence[str | Path]:
     config = Path(given.folder, "engine.json")
     config.write_text(json.dumps({"engine": engine_of(given, given.args)}))
-    kept, plot = config.with_name("latency.json"), config.with_name("profile.png")
-    plots = _plots("--plot", plot)
-    return [SLUICE, "profile", "--config", config, "--out", kept, *plots, "--json"]
+    kept = config.with_name("latency.json")
+    return [SLUICE, "profile", "--config", config, "--out", kept, "--json"]
 
 
 def _errors(_: Given, answer: Path) -> list[Json]:
@@ -93,8 +88,7 @@ def _load(given: Given) -> Sequence[str | Path]:
     args = ["--model", given.model, "--engine-args", json.dumps(given.args), "--replicas=1"]
     runs = ["--pattern=bursty", "--rounds=1", f"--seconds={given.seconds}", "--json"]
     kept = ["--record", str(_runs_of(given)), "--resume", f"--in-flight={4 * given.decodes}"]
-    plots = _plots("--plots", Path(given.folder))
-    return [SLUICE, "bench", "peers", *systems, *args, *runs, *kept, *plots]
+    return [SLUICE, "bench", "peers", *systems, *args, *runs, *kept]
 
 
 def _rates(given: Given, _: Path) -> list[Json]:
@@ -115,7 +109,6 @@ def _rates(given: Given, _: Path) -> list[Json]:
 PARTS: Final[dict[str, Part]] = {
     "load": Part("stock vLLM and Sluice under a mixed load", 3_600.0, _load, _rates),
     "profile": Part("error of the latency model on unseen steps", 900.0, _profile, _errors),
-    "start": _own("start", "seconds until a server answers, two starts of each", 1_800.0),
     "async": _own("async", "steps a second with asynchronous scheduling", 600.0),
     "steps": _own("steps", "steps a second, one batch at a time", 600.0),
     "preemption": _own("preemption", "stops of a prefill before its next operator", 900.0),
@@ -131,7 +124,7 @@ PARTS: Final[dict[str, Part]] = {
 @number_option("--seconds", default=60.0, least=0.5, most=3_600, words="Of arrivals, at each load.")
 @click.option("--device", type=click.Choice(["gpu", "cpu"]), default="gpu", help=_DEVICE)
 @number_option("--budget-seconds", "budget_s", default=None, least=60, most=86_400, words=_BUDGET)
-@click.option("--out", type=folder(), default="sluice-gpu", help="For JSON, Markdown, plots, logs.")
+@click.option("--out", type=folder(), default="sluice-gpu", help="For JSON and logs.")
 @click.option("--resume", is_flag=True, help="Measure only what the folder of --out lacks.")
 @as_json
 def gpu(
@@ -148,7 +141,7 @@ def gpu(
     """Measure Sluice and stock vLLM on one GPU.
 
     It needs no weights and no network. Both under a mixed load at three rates; the error of the
-    latency model, with and without context; the start; steps a second with and without asynchronous
+    latency model, with and without context; steps a second with and without asynchronous
     scheduling; how long a prefill takes to stop; what checking drafted tokens costs. Each result is
     written when it is there, the steps of the engines under load included. A part that fails, or is
     not done in its time, is reported, and the others are measured. Exits with 3 if there is no GPU.
@@ -176,7 +169,7 @@ def gpu(
                 continue
             found[name] = _measured(bench, name, given, ends_s - time.monotonic())
             report = _report({x: found[x] for x in PARTS if x in found}, conditions)
-            report.write(place, plots=False)
+            (place / "gpu.json").write_text(report.as_json())
             if bench.stop.is_set():
                 raise StoppedError(f"stopped in the part {name}")
         report = _report({x: found[x] for x in PARTS if x in found}, conditions)

@@ -14,12 +14,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sluice.benchmarks.experiments.kinds import BURSTS as BURSTS
-from sluice.benchmarks.experiments.kinds import IDLE_TIMES as IDLE_TIMES
-from sluice.benchmarks.experiments.kinds import KINDS as KINDS
-from sluice.benchmarks.experiments.kinds import SHARED_TOKENS as SHARED_TOKENS
-from sluice.benchmarks.experiments.kinds import Kind as Kind
-from sluice.benchmarks.experiments.kinds import generated as generated
+from sluice.benchmarks.experiments.kinds import (
+    BURSTS,
+    IDLE_TIMES,
+    KINDS,
+    SHARED_TOKENS,
+    Kind,
+    generated,
+)
 from sluice.benchmarks.live.client import Body, End, Json, LoadError, replay, stream_body
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO

@@ -22,15 +22,12 @@ import psutil
 from rich.table import Table
 
 from sluice.benchmarks.experiments.consent import TPOT_TIMES, TTFT_TIMES
-from sluice.benchmarks.experiments.grid import grouped
 from sluice.benchmarks.live import mix
 from sluice.benchmarks.live import systems as live
 from sluice.benchmarks.live.client import End, Json, LoadError
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.report import CORES, Run, processes, single, summary, table
-from sluice.benchmarks.live.steps import SCHEDULER, STEP_LOG, write_table
 from sluice.benchmarks.live.systems import (
-    ENGINE,
     IN_FLIGHT,
     VLLM_ENVIRONMENT,
     Bench,
@@ -46,12 +43,10 @@ from sluice.benchmarks.live.systems import (
     objectives,
     router,
     served,
-    simulated,
     sluice,
     vllm_command,
 )
 from sluice.benchmarks.options import as_json, choices_option, folder, number_option, seed, show
-from sluice.benchmarks.report import Chart, Point, draw, require_matplotlib
 from sluice.controller.config import NO_ADMISSION
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.local_model import local_model
@@ -65,6 +60,12 @@ CPU_ARGS: Final[Json] = {
     "dtype": "float32",
 }
 """vLLM's arguments on CPUs; it would choose bfloat16, slow there, and take most memory."""
+
+SCHEDULER: Final = "sluice.benchmarks.live.step_log.make_scheduler"
+"""vLLM's own scheduler, which notes its steps: ``scheduler-cls``."""
+
+STEP_LOG: Final = "SLUICE_STEP_LOG"
+"""The variable with the path of the log that it writes."""
 
 _CPU_STOCK_ARGS: Final[Json] = {"distributed-executor-backend": "uni"}
 _STOCK_ARGS: Final[Json] = {"disable-log-stats": True, "disable-uvicorn-access-log": True}
@@ -203,14 +204,6 @@ def _paper(batching: str, policy: str, admission: str = NO_ADMISSION) -> Peer:
     return Peer(words, partial(_sluice, {"policy": batching}, controller))
 
 
-def _plain(words: str, **controller: str) -> Peer:
-    def start(setting: Setting) -> Start:
-        fleet = ENGINE, setting.replicas, setting.classes
-        return sluice("sluice", lambda _, port: simulated(port, *fleet, controller=controller))
-
-    return Peer(f"Sluice with simulated engines, {words}", start, reference="simulated-round-robin")
-
-
 def _router(policy: str) -> Peer:
     return Peer(f"vLLM, vllm-router {policy}", partial(stock, policy, {}))
 
@@ -243,9 +236,6 @@ SYSTEMS: Final[dict[str, Peer]] = {
         "prefills that are preempted at operators (FlowPrefill), Sluice's router",
         partial(_sluice, {"preemption": True}, {}),
     ),
-    "simulated": _plain("its defaults"),
-    "simulated-round-robin": _plain("round robin", policy="round_robin", admission=NO_ADMISSION),
-    "simulated-min-load": _plain("fewest requests", policy="min_load", admission=NO_ADMISSION),
 }
 """By name."""
 
@@ -313,7 +303,6 @@ _ENGINES = "Engines of each system.  [default: one for each GPU; on CPUs one les
 @number_option("--in-flight", default=IN_FLIGHT, least=1, most=1_024, words=_IN_FLIGHT)
 @number_option("--slo-scale", "scale", default=1.0, least=0.1, most=100, words="Of objectives.")
 @seed
-@click.option("--plots", type=folder(), help="Folder for plots (SVG) of attainment, and the JSON.")
 @click.option("--record", type=folder(), help=_RECORD)
 @click.option("--resume", is_flag=True, help="Run only what the folder of --record lacks.")
 @as_json
@@ -330,7 +319,6 @@ def peers(
     in_flight: int,
     scale: float,
     seed: int,
-    plots: Path | None,
     record: Path | None,
     resume: bool,
     as_json: bool,
@@ -349,9 +337,6 @@ def peers(
     if resume and record is None:
         raise click.UsageError("--resume needs the folder of --record")
     with campaign() as bench:
-        if plots is not None:
-            require_matplotlib()
-            plots.mkdir(parents=True, exist_ok=True)
         setting = setting_of(model, args, replicas)
         longest = setting.args["max-model-len"]
         chosen = {
@@ -367,16 +352,12 @@ def peers(
         for number in range(rounds):
             for name in systems[:: -1 if number % 2 else 1]:
                 found.measure(name, number)
-        if not found.runs:
+        runs = [run for run in found.runs if "warm_up" not in run.labels]
+        if not runs:
             raise LoadError(f"no system could be started: {found.left_out}")
-        rows, every = summary(found.runs, *CELL), single(found.runs)
-        warm_ups = single(found.warm_ups)
-        shown = {"left_out": found.left_out, **found.conditions(), "summary": rows, "runs": every}
-        shown["warm_ups"] = warm_ups
-        if plots is not None:
-            (plots / "peers.json").write_text(json.dumps(shown, indent=1), encoding="utf-8")
-            for name, chart in attainment(rows).items():
-                draw(chart, plots / f"{name}.svg")
+        warm_ups = [run for run in found.runs if "warm_up" in run.labels]
+        rows, own = summary(runs, *CELL), {"runs": single(runs), "warm_ups": single(warm_ups)}
+        shown = {"left_out": found.left_out, **found.conditions(), "summary": rows, **own}
     lines = [f"{what}: {words}" for what, words in found.conditions().items()]
     lines += [f"{name} was left out: {reason}" for name, reason in found.left_out.items()]
     show(shown, tables(rows), as_json, *lines)
@@ -425,7 +406,7 @@ class Records:
             except ValueError as error:
                 raise LoadError(f"{path} has no runs: {error}") from None
         for place in folder.glob(f"*/{DECISIONS}"):
-            found.tables_of(place.parent)
+            compress(place.parent)
         return found
 
     def keep(self, record: Any) -> None:
@@ -440,14 +421,13 @@ class Records:
         (place / DECISIONS).mkdir(parents=True)
         return place
 
-    def tables_of(self, place: Path) -> None:
-        """Write the steps of a system's engines as tables, and compress their logs."""
-        for log in (*place.glob("*.jsonl"), *place.glob(f"{DECISIONS}/*.jsonl")):
-            if log.parent == place:
-                write_table(log, log.with_suffix(".csv"))
-            with log.open("rb") as plain, gzip.open(f"{log}.gz", "wb", compresslevel=1) as packed:
-                shutil.copyfileobj(plain, packed)
-            log.unlink()
+
+def compress(place: Path) -> None:
+    """Compress the logs of a system's steps and decisions."""
+    for log in (*place.glob("*.jsonl"), *place.glob(f"{DECISIONS}/*.jsonl")):
+        with log.open("rb") as plain, gzip.open(f"{log}.gz", "wb", compresslevel=1) as packed:
+            shutil.copyfileobj(plain, packed)
+        log.unlink()
 
 
 @dataclass
@@ -466,11 +446,12 @@ class _Campaign:
     slos: Mapping[str, SLO] = field(default_factory=dict)
     capacities: dict[str, float] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
-    warm_ups: list[Run] = field(default_factory=list)
+    """Warm-ups included."""
     left_out: dict[str, str] = field(default_factory=dict)
     reference: str = ""
 
     def conditions(self) -> Json:
+        traces = {name: each.trace for name, each in self.patterns.items() if each.trace}
         return {
             "model": Path(self.setting.model).name,
             "engine_args": self.setting.args,
@@ -483,9 +464,7 @@ class _Campaign:
             },
             "measured_on": self.reference,
             "load_1": {name: round(rate, 3) for name, rate in self.capacities.items()},
-            "traces": {
-                name: each.trace.description for name, each in self.patterns.items() if each.trace
-            },
+            "traces": {name: each.description for name, each in traces.items()},
         }
 
     def prepare(self, names: Sequence[str]) -> None:
@@ -495,38 +474,35 @@ class _Campaign:
             self._restore(self.records)
             return
         for name in dict.fromkeys((SYSTEMS[names[0]].reference, *names)):
-            self.bench.say(f"{name}: idle times and capacity")
-            try:
-                with self._started(name) as system:
-                    self._prepare_on(system, name)
-                    if name in names and name.startswith("stock"):
-                        self._measure_on(system, name, 0)
-            except (LeftOutError, OSError, psutil.Error) as error:
-                self._leave_out(name, error)
+            measured = name in names and name.startswith("stock")
+            prepare = partial(self._prepare_on, name, measured)
+            self._on(name, f"{name}: idle times and capacity", prepare)
             if self.reference:
                 return
         raise LoadError(f"no system could be started: {self.left_out}")
 
-    def _prepare_on(self, system: System, name: str) -> None:
+    def _prepare_on(self, name: str, measured: bool, system: System) -> None:
         classes: dict[str, ServiceClass] = {}
+        rates: dict[str, float] = {}
         for pattern in self.patterns.values():
             if not pattern.kinds.keys() <= classes.keys():
                 idle = mix.alone(completions(system), MODEL, pattern.kinds)
                 classes |= pattern.classes(idle, self.scale)
         for pattern_name, pattern in self.patterns.items():
             body = mix.body_of(f"capacity {pattern_name}", pattern.block_tokens)
-            in_flight = self.in_flight * self.setting.replicas
             # Sluice has no classes yet.
             drawn = (each._replace(slo=SLO()) for each in pattern.drawn(self.seed))
-            load = (drawn, body, in_flight, WARM_UP_S, CAPACITY_S)
-            self.capacities[pattern_name] = capacity(self.bench, system, *load)
-        self._found(name, classes, self.capacities)
+            load = drawn, body, self.in_flight * self.setting.replicas, WARM_UP_S, CAPACITY_S
+            rates[pattern_name] = capacity(self.bench, system, *load)
+        self._found(name, classes, rates)
         shown = self.conditions()
         self.bench.say(f"objectives {shown['objectives_ms']}, load 1 {shown['load_1']}")
         if self.records is not None:
             dumped = {name: each.model_dump(mode="json") for name, each in classes.items()}
             own = {"scale": self.scale, "classes": dumped, "capacities": self.capacities}
             self.records.keep(shown | own)
+        if measured:
+            self._measure_on(name, 0, system)
 
     def _found(
         self, reference: str, classes: Mapping[str, ServiceClass], rates: dict[str, float]
@@ -547,81 +523,68 @@ class _Campaign:
             raise LoadError(f"{records.folder} has no capacity for {', '.join(sorted(missing))}")
         made = {name: ServiceClass.model_validate(x) for name, x in kept["classes"].items()}
         self._found(kept["measured_on"], made, kept["capacities"])
-        self.warm_ups = [run for run in records.runs if "warm_up" in run.labels]
-        self.runs = [run for run in records.runs if "warm_up" not in run.labels]
+        self.runs = list(records.runs)
 
-    def _leave_out(self, name: str, error: Exception) -> None:
-        self.left_out[name] = str(error)
-        self.bench.say(f"{name} is left out: {error}")
+    def measure(self, name: str, number: int) -> None:
+        if name not in self.left_out and self._missing(name, number):
+            words = f"round {number + 1}: {name}: {SYSTEMS[name].words}"
+            self._on(name, words, partial(self._measure_on, name, number))
 
-    @contextmanager
-    def _started(self, name: str) -> Iterator[System]:
-        """The running system; its engines' logs become tables when it has ended."""
-        setting, records, place = self.setting, self.records, None
-        if records is not None:
-            place = records.logs_of(name)
+    def _on(self, name: str, words: str, do: Callable[[System], None]) -> None:
+        """Start a system and measure; its logs are compressed when it has ended. One that cannot be
+        started or measured is left out, and the others are measured still."""
+        begun_s, setting, place = time.monotonic(), self.setting, None
+        self.bench.say(words)
+        if self.records is not None:
+            place = self.records.logs_of(name)
             setting = setting._replace(record=place)
         try:
             with SYSTEMS[name].start(setting)(self.bench) as system:
-                yield system
-        finally:
-            if records is not None and place is not None:
-                records.tables_of(place)
-
-    def measure(self, name: str, number: int) -> None:
-        if name in self.left_out or not self._missing(name, number):
-            return
-        begun_s = time.monotonic()
-        self.bench.say(f"round {number + 1}: {name}: {SYSTEMS[name].words}")
-        try:
-            with self._started(name) as system:
                 self.bench.say(f"  started in {time.monotonic() - begun_s:.0f} s")
-                self._measure_on(system, name, number)
-        except (LeftOutError, OSError, psutil.Error) as error:  # the others are measured still
-            self._leave_out(name, error)
+                do(system)
+        except (LeftOutError, OSError, psutil.Error) as error:
+            self.left_out[name] = str(error)
+            self.bench.say(f"{name} is left out: {error}")
+        finally:
+            if place is not None:
+                compress(place)
 
     def _missing(self, name: str, number: int) -> list[tuple[str, float]]:
         """Pattern and load of each run that a system lacks in a round."""
-        known = {
-            (run.labels["pattern"], run.labels["load"])
-            for run in self.runs
-            if (run.labels["system"], run.labels["round"]) == (name, number)
-        }
-        return [each for each in product(self.patterns, self.loads) if each not in known]
+        labels = [run.labels for run in self.runs if "warm_up" not in run.labels]
+        known = {tuple(each[key] for key in (*CELL, "round")) for each in labels}
+        every = product(self.patterns, self.loads)
+        return [each for each in every if (*each, name, number) not in known]
 
-    def _measure_on(self, system: System, name: str, number: int) -> None:
+    def _measure_on(self, name: str, number: int, system: System) -> None:
         """The runs that are missing, after one that warms up."""
-        peer, seed = SYSTEMS[name], self.seed + number
-        own: Json = {"system": name, "round": number}
+        seed, own = self.seed + number, {"system": name, "round": number}
         warm_up = {"pattern": next(iter(self.patterns)), "load": 1.0, **own, "warm_up": True}
-        run = self._run(system, peer, warm_up, WARM_UP_S, seed + _WARM_SEED)
-        self._keep(run, self.warm_ups)
+        self._run(system, warm_up, WARM_UP_S, seed + _WARM_SEED)
         for pattern, load in self._missing(name, number):
-            labels: Json = {"pattern": pattern, "load": load, **own}
-            run = self._run(system, peer, labels, self.seconds, seed)
-            met, sent = sum(each.attained for each in run.outcomes), len(run.outcomes)
-            self.bench.say(f"  {pattern} {load:g}: {met} of {sent} attained")
-            if name.startswith("sluice"):
-                counted = metrics(system.urls[0]).items()
-                labels["engine"] = {x: value for x, value in counted if x.startswith(_ENGINE)}
-            self._keep(run, self.runs)
+            self._run(system, {"pattern": pattern, "load": load, **own}, self.seconds, seed)
 
-    def _keep(self, run: Run, runs: list[Run]) -> None:
-        runs.append(run)
-        if self.records is not None:
-            self.records.keep(run)
-
-    def _run(self, system: System, peer: Peer, labels: Json, seconds: float, seed: int) -> Run:
-        pattern, load = labels["pattern"], labels["load"]
+    def _run(self, system: System, labels: Json, seconds: float, seed: int) -> None:
+        """One run; Sluice's engines' counters are kept with it."""
+        pattern, load, name = (labels[key] for key in CELL)
         rate = load * self.capacities[pattern]
         workload = self.patterns[pattern].workload(rate, seconds, seed, self.slos)
-        make = mix.body_of(f"{pattern} {load} {seed}", workload.block_tokens, peer.priorities)
+        run = f"{pattern} {load} {seed}"
+        make = mix.body_of(run, workload.block_tokens, SYSTEMS[name].priorities)
         # Before the first is sent: the client has no time for it later.
         bodies = [make(MODEL, number, each) for number, each in enumerate(workload.arrivals)]
         labels["began_s"] = time.monotonic()  # as the engines' steps
         options: Json = {"grace_s": GRACE_S, "body": lambda *at: bodies[at[1]], "exact": False}
-        roots = system.processes
-        return live.run(self.bench, system, labels, seconds, workload, roots, **options)
+        found = live.run(self.bench, system, labels, seconds, workload, system.processes, **options)
+        if "warm_up" not in labels:
+            if name.startswith("sluice"):
+                counted = metrics(system.urls[0]).items()
+                labels["engine"] = {x: value for x, value in counted if x.startswith(_ENGINE)}
+            met = sum(each.attained for each in found.outcomes)
+            self.bench.say(f"  {pattern} {load:g}: {met} of {len(found.outcomes)} attained")
+        self.runs.append(found)
+        if self.records is not None:
+            self.records.keep(found)
 
 
 def tables(rows: Sequence[Json]) -> list[Table]:
@@ -630,28 +593,9 @@ def tables(rows: Sequence[Json]) -> list[Table]:
     met = ("attained", "range.attained", "attained_interval", "objectives.ttft", "objectives.tpot")
     good = ("goodput", "range.goodput", "goodput_tokens", "tokens", "ttft_ms", "tpot_ms")
     ends = [end.value for end in End if end not in (End.ANSWERED, End.LEFT)]
-    rest = ("guaranteed", "kept", "ttft_error_ms", "cpu_s", "engine_cpu_s", "busy", "late_ms")
+    rest = ("guaranteed", "kept", "cpu_s", "engine_cpu_s", "busy", "late_ms")
     return [
         table(rows, *CELL, "sent", *met, *classes, title="share of requests within objectives"),
-        table(rows, *CELL, *good, "worst_tpot_ms", title="goodput; P50 / P95 / P99"),
+        table(rows, *CELL, *good, title="goodput; P50 / P95 / P99"),
         table(rows, *CELL, *ends, *rest, title="refusals, promises and processor time"),
     ]
-
-
-def attainment(rows: Sequence[Json]) -> dict[str, Chart]:
-    """By name: attainment against load, with half of the interval over requests."""
-    charts = {}
-    for (pattern,), own in grouped(rows, "pattern").items():
-        lines = {
-            system: [_point(row) for row in sorted(line, key=lambda row: row["load"])]
-            for (system,), line in grouped(own, "system").items()
-        }
-        title = f"Requests within all objectives, {pattern}"
-        axes = "load, 1 is the capacity of stock vLLM", "share of sent requests"
-        charts[f"attainment-{pattern}"] = Chart(title, *axes, lines)
-    return charts
-
-
-def _point(row: Json) -> Point:
-    low, high = row["attained_interval"]
-    return Point(row["load"], row["attained"], (high - low) / 2)

@@ -18,21 +18,12 @@ import numpy as np
 import psutil
 from rich.table import Table
 
+from sluice.benchmarks.experiments.kinds import Kind
 from sluice.benchmarks.experiments.promises import LEVEL, MARGINS, NONE
-from sluice.benchmarks.live import systems
+from sluice.benchmarks.live import report, systems
 from sluice.benchmarks.live.client import End, Json, Outcome
 from sluice.benchmarks.live.engine import MODEL
-from sluice.benchmarks.live.mix import Kind, Pattern, body_of
-from sluice.benchmarks.live.report import (
-    GUARANTEED,
-    Run,
-    Usage,
-    quantiles,
-    share,
-    single,
-    summary,
-    table,
-)
+from sluice.benchmarks.live.mix import Pattern, body_of
 from sluice.benchmarks.live.systems import (
     IN_FLIGHT,
     Bench,
@@ -87,7 +78,7 @@ OPTIONS: Final = (
 def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
     """Run every load under each system; load 1 is the throughput of the first."""
     capacities: dict[str, float] = {}
-    runs: list[Run] = []
+    runs: list[report.Run] = []
     with campaign() as bench:
         for name in CONTROLLERS:
             with sluice("sluice", partial(make_config, name))(bench) as system:
@@ -100,7 +91,7 @@ def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
                     runs.append(_run(bench, system, rate, seconds, labels))
                     bench.say(f"{name}, {machine}, load {load}, seed {seed}: done")
     load_1, rows = next(iter(capacities.values())), cells(runs)
-    shown = {"load_1": load_1, "capacities": capacities, "cells": rows, "runs": single(runs)}
+    shown = {"load_1": load_1, "capacities": capacities, "cells": rows, "runs": report.single(runs)}
     show(shown, tables(rows, load_1), as_json)
 
 
@@ -130,7 +121,7 @@ def capacity_of(bench: Bench, system: System, replicas: int, seconds: float, see
 
 def _run(
     bench: Bench, system: System, rate: float, seconds: float, labels: Mapping[str, Any]
-) -> Run:
+) -> report.Run:
     """One run, its machine's disturbance, and the routers' counts of promises."""
     machine, seed = labels["machine"], labels["seed"]
     workload = PATTERN.workload(rate, seconds, seed, SLOS)
@@ -138,14 +129,14 @@ def _run(
     before, body = _router_promises(url), body_of(f"{machine} {seed} {rate}")
     with busy_loop(seconds / 2) if machine == BUSY else nullcontext():
         found = run(bench, system, labels, seconds, workload, body=body, exact=False)
-    wanted = before.total() + sum(each.admission == GUARANTEED for each in found.outcomes)
+    wanted = before.total() + sum(each.admission == report.GUARANTEED for each in found.outcomes)
     until(lambda: _router_promises(url).total() >= wanted, _REPORTED_S, bench.stop)
     by_router = _router_promises(url)
     by_router.subtract(before)
     return found._replace(counts=by_router)
 
 
-def others_cores(usage: Usage) -> float:
+def others_cores(usage: report.Usage) -> float:
     """Cores that processes of others kept busy."""
     own = sum(each.cores for each in usage.kinds.values())
     return round(max(0.0, usage.machine_busy * (psutil.cpu_count() or 1) - own), 2)
@@ -200,21 +191,21 @@ CELL: Final = ("machine", "load", "system")
 LABELS: Final = ("system", "machine", "load", "seed")
 
 
-def cells(runs: Sequence[Run]) -> list[Json]:
+def cells(runs: Sequence[report.Run]) -> list[Json]:
     """Each machine, load and system over all seeds, and each machine and system over all loads."""
     every = [run._replace(labels={**run.labels, "load": ALL}) for run in runs]
-    return summary([*runs, *every], *CELL, more=_figures)
+    return report.summary([*runs, *every], *CELL, more=_figures)
 
 
-def _figures(runs: Sequence[Run]) -> Json:
+def _figures(runs: Sequence[report.Run]) -> Json:
     """Of the promises, ``goodput`` those kept per second, and the worst disturbance."""
     outcomes = [each for run in runs for each in run.outcomes]
-    promised = [each for each in outcomes if each.admission == GUARANTEED]
+    promised = [each for each in outcomes if each.admission == report.GUARANTEED]
     kept, seconds = sum(each.attained for each in promised), sum(run.seconds for run in runs)
     by_router = sum((Counter(run.counts) for run in runs), Counter[str]())
     return {
         "seconds": seconds,
-        "kept_by_router": share(by_router["kept"], by_router.total()),
+        "kept_by_router": report.share(by_router["kept"], by_router.total()),
         "goodput": round(kept / seconds, 3),
         "late": {"ttft": lateness(promised, 0), "tpot": lateness(promised, 1)},
         "others_cores": max(others_cores(run.usage) for run in runs),
@@ -230,7 +221,7 @@ def lateness(outcomes: Sequence[Outcome], objective: int) -> Json:
             tokens = each.output_tokens - 1 if objective else 1
             late.append(((took_s - stated_s) * tokens, took_s / stated_s - 1))
     late_s, times = np.array(late).reshape(-1, 2).T
-    quantiles_of = partial(quantiles, at=(0.5, 0.95), digits=4)
+    quantiles_of = partial(report.quantiles, at=(0.5, 0.95), digits=4)
     return {"missed": len(late), "late_s": quantiles_of(late_s), "times": quantiles_of(times)}
 
 
@@ -244,7 +235,7 @@ def tables(rows: Sequence[Json], capacity: float) -> list[Table]:
     checks = ("late_ms", "kept", "kept_by_router", "others_cores")
     first = f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s"
     return [
-        table(rows, *CELL, *kept, title=first),
-        table(rows, *CELL, *late, title="missed guarantees: P50 / P95 of their lateness"),
-        table(rows, *CELL, *trust, *checks, title="whether these figures can be trusted"),
+        report.table(rows, *CELL, *kept, title=first),
+        report.table(rows, *CELL, *late, title="missed guarantees: P50 / P95 of their lateness"),
+        report.table(rows, *CELL, *trust, *checks, title="whether these figures can be trusted"),
     ]

@@ -154,8 +154,7 @@ class Run(NamedTuple):
 
 def figures(runs: Sequence[Run]) -> Json:
     """The figures of runs: those of ``of_class``; ``goodput``: requests that met all objectives per
-    second of arrivals; ``ttft_error_ms``: observed minus predicted; ``lost``: neither whole nor an
-    error."""
+    second of arrivals; ``lost``: neither whole nor an error."""
     outcomes = [each for run in runs for each in run.outcomes]
     classes = by_class(outcomes, AT)
     every = classes.pop("all")
@@ -177,10 +176,6 @@ def figures(runs: Sequence[Run]) -> Json:
         "goodput": round(len(good) / seconds, 3),
         "goodput_tokens": round(sum(each.output_tokens for each in good) / seconds, 1),
         "tokens": round(sum(each.output_tokens for each in answered) / sum(map(max, ends_s)), 1),
-        "worst_tpot_ms": milliseconds([each.worst_tpot_s or 0.0 for each in answered], AT),
-        "ttft_error_ms": milliseconds(
-            [(x.ttft_s or 0.0) - x.predicted_ttft_s for x in answered if x.predicted_ttft_s], AT
-        ),
         "lost": every[End.SILENT] + every[End.CUT],
         "late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
         **_used([run.usage for run in runs]),

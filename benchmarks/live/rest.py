@@ -16,19 +16,10 @@ import psutil
 from rich.table import Table
 
 from sluice.benchmarks.experiments.grid import grouped
-from sluice.benchmarks.live import peers
+from sluice.benchmarks.live import peers, systems
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.engine import chat_body
 from sluice.benchmarks.live.report import Meter, table
-from sluice.benchmarks.live.systems import (
-    START_LIMIT_S,
-    Bench,
-    LeftOutError,
-    System,
-    metrics,
-    sluice,
-    until,
-)
 from sluice.deploy.local import StoppedError
 
 SYSTEMS: Final = ("stock", "sluice")
@@ -56,7 +47,7 @@ _SCALED: Final = {
 """A second replica starts with the first requests."""
 
 
-def measured(bench: Bench, rounds: int) -> list[Json]:
+def measured(bench: systems.Bench, rounds: int) -> list[Json]:
     """Each system alone, once a round, with the same model and arguments of vLLM."""
     setting = peers.setting_of(peers.LOCAL, {}, 1)
     runs = []
@@ -94,33 +85,35 @@ def _nothing_cached() -> Iterator[None]:
             os.environ.update(before)
 
 
-def _second_replica_s(bench: Bench, setting: peers.Setting) -> float:
+def _second_replica_s(bench: systems.Bench, setting: peers.Setting) -> float:
     """Time from the begin of a second replica's process until it can get requests, beside one that
     does nothing meanwhile, seconds."""
 
-    def config_on(_: Bench, port: int) -> Json:
+    def config_on(_: systems.Bench, port: int) -> Json:
         config = peers.sluice_config({}, {}, setting, port)
         return config | {"replica": config["replica"] | _SCALED}
 
-    with sluice("sluice", config_on)(bench) as system:
+    with systems.sluice("sluice", config_on)(bench) as system:
         (url,) = system.urls
         chat = f"{url}/v1/chat/completions"
         request = urllib.request.Request(chat, chat_body(200), {"content-type": "application/json"})
 
         def begun() -> bool:
-            with urllib.request.urlopen(request, timeout=START_LIMIT_S) as answer:
+            with urllib.request.urlopen(request, timeout=systems.START_LIMIT_S) as answer:
                 answer.read()
             return len(_replicas(system)) > 1
 
         def ready() -> bool:
-            return metrics(url, state="fresh").get("sluice_replicas") == 2
+            return systems.metrics(url, state="fresh").get("sluice_replicas") == 2
 
-        if not all(until(done, START_LIMIT_S, bench.stop) for done in (begun, ready)):
-            raise LeftOutError("no second replica started")
+        if not all(
+            systems.until(done, systems.START_LIMIT_S, bench.stop) for done in (begun, ready)
+        ):
+            raise systems.LeftOutError("no second replica started")
         return round(time.time() - max(each.create_time() for each in _replicas(system)), 1)
 
 
-def _replicas(system: System) -> list[psutil.Process]:
+def _replicas(system: systems.System) -> list[psutil.Process]:
     """The processes of replicas, also before they are workers of Ray."""
     found = []
     for root in map(psutil.Process, system.processes):
@@ -136,7 +129,7 @@ def _serves(process: psutil.Process) -> bool:
     return ":Replica" in title or "sluice.replica.worker" in title
 
 
-def _at_rest(bench: Bench, system: System) -> Json:
+def _at_rest(bench: systems.Bench, system: systems.System) -> Json:
     bench.stop.wait(SETTLE_S)
     meter = Meter(system.processes)
     bench.stop.wait(REST_S)

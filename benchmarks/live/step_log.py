@@ -1,5 +1,4 @@
-"""Steps of engines as a table: of stock vLLM, whose scheduler notes them here, and of Sluice's
-engines, from their batch logs. To import it imports vLLM."""
+"""The steps of stock vLLM, whose scheduler notes them here. To import it imports vLLM."""
 
 # vLLM's classes are untyped here, so their subclasses are, too.
 # mypy: disable-error-code="misc"
@@ -15,7 +14,6 @@ import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from sluice.benchmarks.live.steps import STEP_LOG
 from sluice.scheduling.latency.model import StepSample
 from sluice.telemetry.records import RecordLog
 
@@ -30,7 +28,7 @@ class _Noting(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._steps = RecordLog(Path(os.environ[STEP_LOG]))
+        self._steps = RecordLog(Path(os.environ["SLUICE_STEP_LOG"]))
         self._launched: dict[int, dict[str, Any]] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,6 @@ from rich.console import Console
 from sluice.benchmarks.live.client import Body, Json, LoadError, Outcome, replay, saturated
 from sluice.benchmarks.live.engine import MODEL, chat_body
 from sluice.benchmarks.live.report import Meter, Run, Usage
-from sluice.benchmarks.report import ReportError
 from sluice.deploy.local import StoppedError, stop_signals
 from sluice.deploy.ray_start import free_port
 from sluice.router.config import ServiceClass
@@ -417,7 +416,7 @@ def campaign(step_ms: float = 0.0) -> Iterator[Bench]:
     try:
         with stop_signals() as stop, tempfile.TemporaryDirectory(prefix="sluice-") as folder:
             yield Bench({}, Path(folder), say, stop, step_ms)
-    except (LeftOutError, LoadError, ReportError, TraceError, OSError) as error:
+    except (LeftOutError, LoadError, TraceError, OSError) as error:
         raise click.ClickException(str(error)) from None
     except StoppedError:
         raise click.Abort from None

@@ -17,14 +17,8 @@ import click
 from sluice.benchmarks.live.report import table
 from sluice.benchmarks.options import as_json, number_option, show
 from sluice.controller.config import ControllerConfig
+from sluice.protocol import requests
 from sluice.protocol.messages import RequestEnding
-from sluice.protocol.requests import (
-    EngineRequest,
-    Progress,
-    RequestBody,
-    ResponseChunk,
-    ResponseItem,
-)
 from sluice.replica.config import EngineConfig, ReplicaConfig
 from sluice.replica.profiling import VirtualLoop
 from sluice.replica.reporter import Membership, Reporter
@@ -104,7 +98,7 @@ class _System:
 
     async def _drain(self, number: int, prompt: int, output: int) -> None:
         body = body_of(prompt, output)
-        request = EngineRequest(f"o{number}", "completions", body, SLO(), waited_s=60.0)
+        request = requests.EngineRequest(f"o{number}", "completions", body, SLO(), waited_s=60.0)
         async for _ in self.engines["a"].generate(request):
             pass
 
@@ -122,10 +116,10 @@ class _System:
     async def wake(self) -> None:
         await asyncio.sleep(max(0.0, self.until_s - self.clock()))
 
-    async def progress(self, ids: Any, target: str | None, *_: Any) -> Progress:
-        return Progress(target or "a", False)
+    async def progress(self, ids: Any, target: str | None, *_: Any) -> requests.Progress:
+        return requests.Progress(target or "a", False)
 
-    def generate(self, request: EngineRequest, target: str, *_: Any) -> _Stream:
+    def generate(self, request: requests.EngineRequest, target: str, *_: Any) -> _Stream:
         return _Stream(self, request, target)
 
 
@@ -134,10 +128,10 @@ class _Stream:
 
     forward: Any = None
 
-    def __init__(self, system: _System, request: EngineRequest, target: str) -> None:
+    def __init__(self, system: _System, request: requests.EngineRequest, target: str) -> None:
         self._system, self._request, self._target = system, request, target
 
-    async def __aiter__(self) -> AsyncIterator[list[ResponseItem]]:
+    async def __aiter__(self) -> AsyncIterator[list[requests.ResponseItem]]:
         from sluice.router.errors import Reason
         from sluice.router.serve.contract import ReplicaFailedError
 
@@ -151,7 +145,7 @@ class _Stream:
             asyncio.get_running_loop().call_later(system.seconds, engine.recover)
         delay_s = system.late_s if armed else 0.0
         async for item in engine.generate(self._request):
-            if delay_s and isinstance(item, ResponseChunk) and item.tokens:
+            if delay_s and isinstance(item, requests.ResponseChunk) and item.tokens:
                 await asyncio.sleep(delay_s)
                 delay_s = 0.0
             yield [item]
@@ -160,10 +154,10 @@ class _Stream:
         """Nothing is left to stop."""
 
 
-def body_of(prompt: int, output: int) -> RequestBody:
+def body_of(prompt: int, output: int) -> requests.RequestBody:
     """A streamed completion of a prompt of this many tokens."""
     fields = {"model": "m", "prompt": [5] * prompt, "max_tokens": output, "stream": True}
-    return RequestBody.of(fields)
+    return requests.RequestBody.of(fields)
 
 
 async def delayed(cause: Cause, seed: int, slack: float = 0.04) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from sluice.controller.config import NO_ADMISSION, ControllerConfig
 from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.routing import POLICIES
 
-FLEETS = {"64": (64, False), "512": (512, False), "64 + 64": (64, True)}
-"""Number of replicas, and whether there are this many prefill and this many decode replicas."""
+SIZES = (64, 512)
+"""Of the fleets."""
 
-ACTOR_REPLICAS, SCRAPED_REPLICAS = 64, 512
+ACTOR_REPLICAS = 64
 QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
@@ -42,17 +42,10 @@ BATCH = 64
 """Queries in a call, where they are batched."""
 
 TOGETHER = "slos_serve, together"
-ON_ACTOR = {
-    "connection": "callers over the connection to a real actor",
-    "scraped": "one caller, 32 routers that push metrics; with a scrape each second, and without",
-}
-"""What is measured over the connection to a real actor, and the titles of its tables."""
-
+CONNECTION = "connection"
 _FIRST_KEY = 1 << 50
-_LIVE: dict[str, Any] = {
-    "stale_after_s": 7_200.0,
-}
-"""A benchmark's fleet may say hello only once, and must not go stale during the measurement."""
+LASTING_S = 7_200.0
+"""A benchmark's fleet says hello only once, and must not go stale during the measurement."""
 
 Cell = dict[str, Any]
 
@@ -60,12 +53,12 @@ Cell = dict[str, Any]
 class Inside:
     """A controller with a fleet in its mirror, called in this process."""
 
-    def __init__(self, config: ControllerConfig, replicas: int, split: bool = False) -> None:
+    def __init__(self, config: ControllerConfig, replicas: int) -> None:
         # It imports Ray, which must not happen before `sluice serve` has set Ray's environment.
         from sluice.controller.actor import Controller
 
         self._rng = random.Random(replicas)
-        self._messages = FleetMessages(replicas, split=split)
+        self._messages = FleetMessages(replicas)
         self._controller = Controller(config)
         self._keys = itertools.count(_FIRST_KEY)
         self._placed: list[int] = []
@@ -88,8 +81,6 @@ class Inside:
             if decision.replica_id is None:
                 raise RuntimeError(f"no replica was chosen: {decision.reason}")
             self._placed.append(query.key)
-            if decision.prefill_id is not None:
-                self._placed.append(query.prefill_key)
         return took
 
     async def report(self) -> int:
@@ -140,11 +131,9 @@ class Inside:
         return decision_ns, answer_ns, report_ns
 
 
-async def measure_inside(
-    config: ControllerConfig, replicas: int, decisions: int, split: bool = False
-) -> Cell:
+async def measure_inside(config: ControllerConfig, replicas: int, decisions: int) -> Cell:
     """The cell of one policy and fleet."""
-    fleet = await Inside(config, replicas, split).hello()
+    fleet = await Inside(config, replicas).hello()
     await fleet.line(200, reports=True)
     gc.collect()
     # The collector stays on, as in the actor.
@@ -171,7 +160,7 @@ async def measure_inside(
 
 def contenders(names: Sequence[str], cells: int = 1) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
-    make = partial(ControllerConfig, cells=cells, **_LIVE)
+    make = partial(ControllerConfig, cells=cells, stale_after_s=LASTING_S)
     floor = {FLOOR: make(policy="round_robin", admission=NO_ADMISSION)}
     found = floor | {name: make(policy=name) for name in names or sorted(POLICIES)}
     if "slos_serve" in found:
@@ -185,20 +174,17 @@ def measure_actor(
     seconds: float,
     sizes: Sequence[int],
 ) -> None:
-    """Add the figures of a real actor's callers; of the last policy also with scrapes."""
+    """Add the figures of a real actor's callers."""
     from sluice.benchmarks.micro.decision_actor import Session, own_ray
 
-    async def ask(part: str, label: str, config: ControllerConfig, replicas: int) -> None:
-        async with aclosing(Session(f"{label}-{part}", config, replicas)) as session:
-            measure = session.measure_scrapes if part == "scraped" else session.measure
-            results[label][str(replicas)][part] = await measure(seconds)
+    async def ask(label: str, config: ControllerConfig, replicas: int) -> None:
+        async with aclosing(Session(label, config, replicas)) as session:
+            results[label][str(replicas)][CONNECTION] = await session.measure(seconds)
 
     with redirect_stdout(sys.stderr), own_ray():
         for label, config in configs.items():
             for size in sizes or (ACTOR_REPLICAS,):
-                asyncio.run(ask("connection", label, config, size))
-        if not sizes:
-            asyncio.run(ask("scraped", label, config, SCRAPED_REPLICAS))
+                asyncio.run(ask(label, config, size))
 
 
 @click.command(name="decision")
@@ -224,25 +210,21 @@ def decision(
 ) -> None:
     """Time the controller's decisions.
 
-    Each replica has 64 requests. 64 + 64: 64 prefill and 64 decode replicas, and each request gets
-    one of both.
+    Each replica has 64 requests.
 
     The JSON maps policy -> replicas -> p50_ms and p99_ms of a decision, ten: of a call with ten
     queries, per_second of batched decisions; the same with reports from the fleet, and over the
-    connection to a real actor; scrape: of what a page of /metrics takes of the actor. The last
-    policy is also asked with 512 replicas and 32 routers that push metrics, in turns with and
-    without a scrape of /metrics each second.
+    connection to a real actor; scrape: of what a page of /metrics takes of the actor.
 
     \b
     Example:
       sluice bench decision --no-actor
     """
     configs = contenders(names, cells)
-    fleets = {str(size): (size, False) for size in sizes} or FLEETS
     results: dict[str, dict[str, Cell]] = {
         label: {
-            name: asyncio.run(measure_inside(config, size, decisions, split))
-            for name, (size, split) in fleets.items()
+            str(size): asyncio.run(measure_inside(config, size, decisions))
+            for size in sizes or SIZES
         }
         for label, config in configs.items()
     }
@@ -250,16 +232,16 @@ def decision(
         measure_actor(configs, results, seconds, sizes)
     found = {(label, size): cell for label, own in results.items() for size, cell in own.items()}
     tables = [_table(f"inside the actor, {REPORTS_PER_S:,.0f} reports/s", found)]
-    for part, title in ON_ACTOR.items():
-        measured = {labels: cell[part] for labels, cell in found.items() if part in cell}
-        tables += [_table(title, measured)] if measured else []
+    asked = {labels: cell[CONNECTION] for labels, cell in found.items() if CONNECTION in cell}
+    if asked:
+        tables.append(_table("callers over the connection to a real actor", asked))
     show(results, tables, as_json)
 
 
 def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
     rows = [
         {"policy": policy, "replicas": replicas}
-        | {name: _shown(value) for name, value in cell.items() if name not in ON_ACTOR}
+        | {name: _shown(value) for name, value in cell.items() if name != CONNECTION}
         for (policy, replicas), cell in cells.items()
     ]
     return table(rows, *rows[0], title=f"{title}: p50 / p99 ms")

@@ -1,4 +1,4 @@
-"""Decisions of a real controller actor, while processes report, push metrics and scrape."""
+"""Decisions of a real controller actor, while a process reports."""
 
 from __future__ import annotations
 
@@ -9,27 +9,18 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-from prometheus_client import CollectorRegistry
 
 from sluice.benchmarks.live.report import OWN, Meter
 from sluice.benchmarks.micro.decision_fleet import Figures, FleetMessages, figures
 from sluice.controller.client import ControllerClient, ensure_controller, stop_controller
 from sluice.controller.config import ControllerConfig
-from sluice.controller.observability.metrics import samples_of
 from sluice.deploy.ray_start import start_ray
-from sluice.protocol.messages import MetricsPush, RouteReply
-from sluice.replica.config import EngineConfig, ReplicaConfig
-from sluice.replica.metrics import ReplicaCollector
-from sluice.replica.server import Replica
-from sluice.replica.simulated.engine import SimulatedEngine
-from sluice.router.metrics.instruments import RouterMetrics
+from sluice.protocol.messages import RouteReply
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 
 REPORTS_PER_S, QUERIES_PER_S = 50, 200
@@ -37,9 +28,6 @@ REPORTS_PER_S, QUERIES_PER_S = 50, 200
 
 CALLERS, AT_ONCE = 256, 64
 """Concurrent callers, and replicas per report: one process with all messages would be late."""
-
-ROUTERS, ROUNDS = 32, 5
-"""That push metrics; pairs of turns with scrapes and without."""
 
 Ask = Callable[[RouteQuery], Awaitable[RouteDecision | None]]
 
@@ -93,60 +81,6 @@ class Replicas:
             due_s = max(due_s + 1 / REPORTS_PER_S, time.monotonic())
 
 
-class Metrics:
-    """A process that pushes the metrics of all routers and replicas, and scrapes; a Ray actor."""
-
-    def __init__(self, app_name: str, config: ControllerConfig, replicas: int) -> None:
-        self._client = ControllerClient(app_name, config, _TIMEOUT_S)
-        self._client.on_push(tuple, lambda _: None)
-        router = samples_of(RouterMetrics().registry)
-        self._samples = [(f"router-{index}", router) for index in range(ROUTERS)]
-        # One engine's are renamed: hundreds start slowly.
-        engine = SimulatedEngine(EngineConfig(kind="simulated"), "r", 8)
-        registry = CollectorRegistry(auto_describe=False)
-        rank = Replica("r", "node", engine, ReplicaConfig(), self._client)
-        registry.register(ReplicaCollector([rank], lambda: 1))
-        for name in (f"replica-{index}" for index in range(replicas)):
-            own = [
-                each._replace(
-                    labels=tuple([(k, name if k == "replica" else v) for k, v in each.labels])
-                )
-                for each in samples_of(registry)
-            ]
-            self._samples.append((name, tuple(own)))
-        self._incarnation = time.time_ns()
-        self._number = 0
-        self._scraping = False
-        self._pages: list[int] = []
-
-    async def push(self) -> None:
-        """Push all once."""
-        self._number += 1
-        for source, samples in self._samples:
-            push = MetricsPush(source, self._incarnation, self._number, samples)
-            await self._client.push_metrics(push)
-
-    async def run(self) -> None:
-        """Push, and scrape while that is on, each second or as fast as that goes."""
-        await asyncio.gather(self._every_second(self.push), self._every_second(self._scrape))
-
-    async def scrape(self, on: bool) -> list[int]:
-        """Begin or end to scrape. Returns the sizes of all pages until now, bytes."""
-        self._scraping = on
-        return self._pages
-
-    async def _scrape(self) -> None:
-        page = await self._client.render_metrics(_TIMEOUT_S) if self._scraping else None
-        if page is not None:
-            self._pages.append(len(page))
-
-    async def _every_second(self, do: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            due_s = time.monotonic() + 1.0
-            await do()
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-
-
 class Session:
     """One controller with its fleet, and a client that queries it, until it is closed."""
 
@@ -157,8 +91,8 @@ class Session:
         self._client = ControllerClient(self._app_name, config, _TIMEOUT_S)
         self._actor = ensure_controller(self._app_name, config)
         self._messages = FleetMessages(replicas)
-        self._fleet = self._app_name, config, replicas
-        self._replicas = ray.remote(Replicas).options(num_cpus=0).remote(*self._fleet)
+        fleet = self._app_name, config, replicas
+        self._replicas = ray.remote(Replicas).options(num_cpus=0).remote(*fleet)
         self._key = 1 << 50
 
     async def measure(self, seconds: float) -> dict[str, Any]:
@@ -184,32 +118,6 @@ class Session:
             }
         return {**found, "memory_mib": round(used["controller"].memory_mib)}
 
-    async def measure_scrapes(self, seconds: float) -> dict[str, Any]:
-        """One caller in turns with and without a scrape a second; median ``ratio`` of p99 over the
-        pairs, ``pages`` rendered, and the largest's bytes."""
-        metrics = ray.remote(Metrics).options(num_cpus=0).remote(*self._fleet)
-        await self._replicas.hello.remote()
-        await metrics.push.remote()
-        metrics.run.remote()
-        await self._ask(1, 4 * _WARM_UP_S, QUERIES_PER_S)
-        times_ns: dict[bool, list[list[int]]] = {False: [], True: []}
-        for turn in range(2 * ROUNDS):
-            # The order changes from pair to pair, so that a drift of the machine cancels out.
-            scraped = turn % 4 in (1, 2)
-            await metrics.scrape.remote(scraped)
-            times_ns[scraped].append(await self._times_ns(1, seconds, QUERIES_PER_S))
-        pages = await metrics.scrape.remote(False)
-        ray.kill(metrics)
-        p99 = {on: [figures(turn)["p99_ms"] for turn in turns] for on, turns in times_ns.items()}
-        without, with_scrapes = (figures([*chain(*times_ns[on])]) for on in (False, True))
-        return {
-            "without": without,
-            "scraped": with_scrapes,
-            "ratio": round(float(np.median(np.array(p99[True]) / np.array(p99[False]))), 3),
-            "pages": len(pages),
-            "page_bytes": max(pages, default=0),
-        }
-
     async def aclose(self) -> None:
         """End its processes."""
         await self._client.close()
@@ -224,13 +132,6 @@ class Session:
         self, callers: int, seconds: float, per_s: float = inf, ask: Ask | None = None
     ) -> Figures:
         """Figures of ``callers`` that each query ``per_s`` times a second, or without a pause."""
-        begun_s = time.monotonic()
-        times_ns = await self._times_ns(callers, seconds, per_s, ask)
-        return figures(times_ns, time.monotonic() - begun_s)
-
-    async def _times_ns(
-        self, callers: int, seconds: float, per_s: float, ask: Ask | None = None
-    ) -> list[int]:
         ask = ask or self._client.route
         times_ns: list[int] = []
         begun_s = time.monotonic()
@@ -249,7 +150,7 @@ class Session:
                 await asyncio.sleep(due_s - time.monotonic())
 
         await asyncio.gather(*(caller() for _ in range(callers)))
-        return times_ns
+        return figures(times_ns, time.monotonic() - begun_s)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from math import ceil, inf, nan
+from math import inf, nan
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,6 @@ from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
-from sluice.scheduling.roles import Role
 
 QUEUED: Final = 64
 """Requests in each replica's queue."""
@@ -32,14 +31,10 @@ _PROFILE = LatencyProfile.of("benchmark", LinearLatency(a=0.004, b=0.000_02, c=0
 
 
 class FleetMessages:
-    """Messages of ``replicas`` replicas (``split``: as many prefill as decode ones), and
-    queries."""
+    """Messages of ``replicas`` replicas, and queries."""
 
-    def __init__(self, replicas: int, split: bool = False) -> None:
-        roles: tuple[Role, ...] = ("prefill", "decode") if split else ("mixed",)
-        self._roles = [role for role in roles for _ in range(replicas)]
-        self.replicas = len(self._roles)
-        self._split = split
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
         self._rng = random.Random(1)
         self._conversations = [
             tuple(self._rng.getrandbits(62) + 1 for _ in range(_CHUNKS))
@@ -47,15 +42,15 @@ class FleetMessages:
         ]
         self._seq = [0] * self.replicas
         # Backlog of a replica: the share of its queue that has no token yet.
-        self._behind = [self._rng.uniform(0.02, 0.6) for _ in self._roles]
+        self._behind = [self._rng.uniform(0.02, 0.6) for _ in range(replicas)]
         # Made once for each replica: the receiver sees no difference, and making them is slow.
-        self._changed_rows = [self._rows(index, CHANGED) for index in range(self.replicas)]
+        self._changed_rows = [self._rows(index, CHANGED) for index in range(replicas)]
 
     def hello(self, index: int) -> ReplicaHello:
         """Replica ``index`` registers with a full queue."""
         held, rows = self._held(), self._rows(index, QUEUED)
         return ReplicaHello(
-            *(f"replica-{index}", "node", "model", "deadline_triage", self._roles[index]),
+            *(f"replica-{index}", "node", "model", "deadline_triage", "mixed"),
             max_batch_tokens=8_192,
             max_sequences=256,
             block_tokens=16,
@@ -91,17 +86,14 @@ class FleetMessages:
             output_tokens=rng.randint(1, 512),
             session=conversation + 1 if known else 0,
             prefix=self._conversations[conversation] if known else (),
-            prefill_key=(1 << 51) + key if self._split else 0,
         )
 
     def _rows(self, index: int, count: int) -> np.ndarray:
-        """The first rows of a table; a decode replica has no prefill backlog."""
-        rng, role, behind = self._rng, self._roles[index], self._behind[index]
-        if role == "prefill":
-            count = ceil(count * behind)
+        """The first rows of a table."""
+        rng, behind = self._rng, self._behind[index]
         rows = np.zeros(count, ROW)
         for slot, row in enumerate(rows):
-            decoding = role == "decode" or (role == "mixed" and slot >= count * behind)
+            decoding = slot >= count * behind
             prompt = rng.randint(32, 4_096)
             row["key"] = (1 << 40) + index * QUEUED + slot
             row["arrival_s"] = -rng.uniform(0, 2)
@@ -111,7 +103,7 @@ class FleetMessages:
                 rng.choice((0.03, 0.05, inf)),
             )
             row["e2e_s"], row["priority"], row["prompt_tokens"] = inf, rng.randint(1, 3), prompt
-            row["expected_tokens"] = 1 if role == "prefill" else 500
+            row["expected_tokens"] = 500
             row["pending_tokens"], row["phase"] = prompt, WAITING
             if decoding:
                 row["computed_tokens"], row["pending_tokens"] = prompt, 1

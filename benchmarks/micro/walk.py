@@ -15,13 +15,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import click
-from pydantic import BaseModel
-from rich.table import Table
 
+from sluice.benchmarks.live.report import table
 from sluice.benchmarks.micro.decision_fleet import FleetMessages
 from sluice.benchmarks.options import as_json, show
 from sluice.controller.config import ControllerConfig
-from sluice.deploy.config import SluiceConfig
 from sluice.protocol.requests import ResponseChunk, ResponseHead, ResponseItem, ResponseTail
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
@@ -29,7 +27,7 @@ from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs
 from sluice.replica.simulated.core import SimulatedCore
 from sluice.router.config import RouterConfig
-from sluice.scheduling import admission, autoscaling, batching, routing
+from sluice.scheduling import batching
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.job import RouteDecision
 from sluice.scheduling.request.objective import SLO
@@ -174,8 +172,7 @@ async def decision() -> Walk:
     from sluice.controller.actor import Controller
 
     # The replicas say hello only once, and must not go stale.
-    lasting = {"stale_after_s": 7_200.0}
-    controller, messages = Controller(ControllerConfig.model_validate(lasting)), FleetMessages(2)
+    controller, messages = Controller(ControllerConfig(stale_after_s=7_200.0)), FleetMessages(2)
     for index in range(messages.replicas):
         await controller.hello(messages.hello(index))
     path: list[str] = []
@@ -191,10 +188,10 @@ async def decision() -> Walk:
 
 def engine_step() -> Walk:
     """A step of four requests under the default policy: a prefill, and then decodes."""
-    config, table = SimulatedEngineConfig(), StateTable.create(64)
+    config, states = SimulatedEngineConfig(), StateTable.create(64)
     model = LinearLatency(config.step_s, config.token_s, config.context_token_s)
     policy = batching.make_policy(EngineConfig(kind="simulated", model="m").policy)
-    core = SimulatedCore(config, LocalScheduler(policy, table, model), table)
+    core = SimulatedCore(config, LocalScheduler(policy, states, model), states)
     for key in range(4):
         core.submit(RequestArgs(str(key), 0.0, SLO(ttft_s=1.0, tpot_s=0.1)), key, 100, 8)
     now_s, path = 0.0, list[str]()
@@ -207,56 +204,6 @@ def engine_step() -> Walk:
             core.complete(step, now_s, lambda _: None)
         path = calls
     return Walk.of(path)
-
-
-def lines() -> dict[str, dict[str, int]]:
-    """Modules and lines of packages, tests and Markdown; installed, of the packages alone."""
-    found: dict[str, dict[str, int]] = {}
-    for package in PACKAGES:
-        modules = list((ROOT / package).rglob("*.py"))
-        tests = (ROOT / "tests" / package).rglob("*.py")
-        found[package] = {
-            "modules": len(modules), "lines": _lines(modules), "test lines": _lines(tests)
-        }  # fmt: skip
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "helm").rglob("*.md")]
-    found["all"] = {
-        **{what: sum(own[what] for own in found.values()) for what in ("modules", "lines")},
-        "test lines": _lines((ROOT / "tests").rglob("*.py")),
-        "Markdown lines": _lines(documents),
-    }
-    return found
-
-
-def _lines(paths: Any) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in paths)
-
-
-def settings() -> dict[str, int]:
-    """Fields of the configuration that hold no others, and options of all policies."""
-    seen: set[type[BaseModel]] = set()
-
-    def fields(model: type[BaseModel]) -> int:
-        if model in seen:
-            return 0
-        seen.add(model)
-        found = 0
-        for field in model.model_fields.values():
-            below = _models(field.annotation)
-            found += sum(map(fields, below)) if below else 1
-        return found
-
-    registries: Any = (batching, routing, admission, autoscaling)
-    policies = [each for kind in registries for each in kind.POLICIES.own.values()]
-    return {
-        "configuration fields": fields(SluiceConfig),
-        "policy options": sum(len(each.Options.model_fields) for each in policies),
-    }
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
 
 
 @click.command(name="walk")
@@ -273,15 +220,7 @@ def walk(as_json: bool) -> None:
         "a decision, 2 replicas, TTFT and TPOT": asyncio.run(decision()),
         "an engine step of 4 requests, default policy": engine_step(),
     }
-    found = {"walks": {name: each._asdict() for name, each in walks.items()}}
-    counted, stated = lines(), settings()
-    walked_table = Table("walk", "calls", "files", "moves", "returns to a file left before")
-    for name, each in walks.items():
-        walked_table.add_row(name, *map(str, each))
-    names = list(counted["all"])
-    lines_table = Table("package", *names)
-    for package, own in counted.items():
-        lines_table.add_row(package, *(f"{own[name]:,}" if name in own else "" for name in names))
-    said = ", ".join(f"{count} {what}" for what, count in stated.items())
-    tables = [walked_table, lines_table]
-    show({**found, "lines": counted, **stated}, tables, as_json, f"{said}.")
+    rows = [{"walk": name, **each._asdict()} for name, each in walks.items()]
+    title = "calls of own functions; returns: to a file left before"
+    found = {name: each._asdict() for name, each in walks.items()}
+    show({"walks": found}, [table(rows, *rows[0], title=title)], as_json)

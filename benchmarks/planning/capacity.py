@@ -20,18 +20,10 @@ from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import Floats, Ints
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
-from sluice.simulation import mixes
+from sluice.simulation import metrics, mixes
 from sluice.simulation.cluster import simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Belief, Truth
-from sluice.simulation.metrics import (
-    Flags,
-    TPOTMetric,
-    attained,
-    judged_tpot_s,
-    stages,
-    worst_by_request,
-)
 from sluice.simulation.traces import MAX_REQUESTS, load
 from sluice.simulation.workload import (
     AS_RECORDED,
@@ -254,7 +246,7 @@ class Run(NamedTuple):
 
     traffic: Traffic
     fleet: PlannedFleet
-    metric: TPOTMetric | None
+    metric: metrics.TPOTMetric | None
     sizes: Sizes
     seed: int
     part: int
@@ -265,8 +257,8 @@ class Judged(NamedTuple):
     """The judged requests of a run, TTFT and TPOT in seconds; and of the whole run, margins
     included, busy and up seconds and preemptions."""
 
-    met: Flags
-    failed: Flags
+    met: metrics.Flags
+    failed: metrics.Flags
     ttft_s: Floats
     tpot_s: Floats
     names: NDArray[np.str_]
@@ -330,10 +322,12 @@ def play(run: Run) -> Judged:
         seed=played.seed,
     )
     requests, chosen = result.requests, played.judged()
-    measured = stages(requests)
-    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured, run.metric))
+    measured = metrics.stages(requests)
+    tpot_s = metrics.worst_by_request(
+        requests, measured, metrics.judged_tpot_s(requests, measured, run.metric)
+    )
     return Judged(
-        attained(requests, measured, run.metric)[chosen],
+        metrics.attained(requests, measured, run.metric)[chosen],
         np.array([key in requests.failures for key in chosen.tolist()], np.bool_),
         measured.ttft_s[requests.first_stage[:-1]][chosen],
         tpot_s[chosen],
@@ -344,7 +338,7 @@ def play(run: Run) -> Judged:
     )
 
 
-def _figures(met: Flags, ttft_s: Floats, tpot_s: Floats, chosen: Flags) -> Figures:
+def _figures(met: metrics.Flags, ttft_s: Floats, tpot_s: Floats, chosen: metrics.Flags) -> Figures:
     """Of the ``chosen`` requests; nan where none of them has the figure."""
     count = int(chosen.sum())
     found = {"requests": float(count), "attainment": float(met[chosen].mean()) if count else nan}

@@ -1,4 +1,4 @@
-"""The searches of ``sluice simulate``, and their answers as JSON, table and plot."""
+"""The searches of ``sluice simulate``, and their answers as JSON and tables."""
 
 from __future__ import annotations
 
@@ -6,28 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isfinite, isnan, nan
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.progress import Progress
 from rich.table import Table
 
 from sluice.benchmarks.options import in_processes
-from sluice.benchmarks.planning.capacity import (
-    LATENCIES,
-    NOISE,
-    Judged,
-    Measured,
-    OutOfTimeError,
-    PlannedFleet,
-    Run,
-    SharedClass,
-    Sizes,
-    Traffic,
-    play,
-)
-from sluice.benchmarks.report import METHOD, Chart, Estimate, Point, ReportError, draw, wide_console
+from sluice.benchmarks.planning import capacity
+from sluice.benchmarks.report import METHOD, Estimate, wide_console
 from sluice.deploy.tables import print_table
 from sluice.scheduling.request.objective import TPOTAnchor
 from sluice.simulation.capacity import (
@@ -94,19 +81,6 @@ class CapacityPoint(Group):
     preemptions: Range = Field(description="Times that a request lost its KV.")
     classes: dict[str, Group] = Field(description="By service class.")
 
-    @classmethod
-    def of(cls, replicas: int, runs: Sequence[Measured]) -> Self:
-        """The point of one run per seed."""
-        classes = {
-            name: Group(**_ranges([run.classes[name] for run in runs])) for name in runs[0].classes
-        }
-        whole = _ranges([run.whole for run in runs])
-        return cls(replicas=replicas, classes=classes, **whole)
-
-
-def _ranges(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    return {figure: Range.of([run[figure] for run in runs]) for figure in runs[0]}
-
 
 class PoolPoint(CapacityPoint):
     """Two pools of replicas, of one role each."""
@@ -114,11 +88,25 @@ class PoolPoint(CapacityPoint):
     prefillers: int
     decoders: int
 
-    @classmethod
-    def of_pools(cls, pools: Pools, runs: Sequence[Measured]) -> Self:
-        """The point of one run per seed."""
-        whole = CapacityPoint.of(sum(pools), runs)
-        return cls(prefillers=pools[0], decoders=pools[1], **dict(whole))
+
+def _figures_of(runs: Sequence[capacity.Measured]) -> dict[str, Any]:
+    """The fields of a point that one run per seed measured."""
+    by_class = {name: [run.classes[name] for run in runs] for name in runs[0].classes}
+    classes = {name: Group(**_ranges(own)) for name, own in by_class.items()}
+    return {"classes": classes, **_ranges([run.whole for run in runs])}
+
+
+def _ranges(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    return {figure: Range.of([run[figure] for run in runs]) for figure in runs[0]}
+
+
+P = TypeVar("P", bound=CapacityPoint)
+
+
+def _best(points: Sequence[P], answers: Callable[[P], bool]) -> P | None:
+    """The point that ``answers``, else the one with the highest attainment, if there is any."""
+    found = next(filter(answers, points), None)
+    return found or max(points, key=lambda point: point.attainment.mean or 0.0, default=None)
 
 
 class PoolAnswer(Part):
@@ -136,11 +124,9 @@ class PoolAnswer(Part):
 
     @property
     def best(self) -> PoolPoint | None:
-        """The point of the answer, else the one with the highest attainment, if there is any."""
-        for point in self.points:
-            if (point.prefillers, point.decoders) == (self.prefillers, self.decoders):
-                return point
-        return max(self.points, key=lambda point: point.attainment.mean or 0.0, default=None)
+        """The point of the answer, or else the best one."""
+        sizes = self.prefillers, self.decoders
+        return _best(self.points, lambda point: (point.prefillers, point.decoders) == sizes)
 
     def answer(self, colocated: int | None) -> str:
         """The answer in a sentence or two, beside the count of replicas that do both."""
@@ -170,7 +156,7 @@ NOT_MODELLED = (
     "refusals at the edge and at full replicas: everything is queued",
     "prefixes that prompts share, unless the trace names their blocks",
     "step times beyond what the latency profile holds and "
-    f"{NOISE:.0%} of noise: interference, garbage collection, clock changes",
+    f"{capacity.NOISE:.0%} of noise: interference, garbage collection, clock changes",
     "speculative decoding, and models of several engines",
 )
 
@@ -187,7 +173,7 @@ def _traffic_facts(workload: Workload) -> Json:
     }
 
 
-def _class_facts(classes: Sequence[SharedClass]) -> tuple[Json, ...]:
+def _class_facts(classes: Sequence[capacity.SharedClass]) -> tuple[Json, ...]:
     total = sum(each.share for each in classes)
     return tuple(
         {
@@ -204,7 +190,7 @@ def _class_facts(classes: Sequence[SharedClass]) -> tuple[Json, ...]:
     )
 
 
-def _fleet_facts(fleet: PlannedFleet) -> Json:
+def _fleet_facts(fleet: capacity.PlannedFleet) -> Json:
     return {
         "policy": fleet.policy,
         "policy_options": dict(fleet.policy_options),
@@ -238,11 +224,8 @@ class CapacityReport(Part):
 
     @property
     def best(self) -> CapacityPoint | None:
-        """The point of the answer, else the one with the highest attainment, if there is any."""
-        for point in self.points:
-            if point.replicas == self.replicas:
-                return point
-        return max(self.points, key=lambda point: point.attainment.mean or 0.0, default=None)
+        """The point of the answer, or else the best one."""
+        return _best(self.points, lambda point: point.replicas == self.replicas)
 
     @property
     def answers(self) -> bool:
@@ -278,57 +261,12 @@ class CapacityReport(Part):
             f"{_counted(self.max_replicas)}: at best {reached}."
         )
         if best.failed.mean:
+            kv_tokens = EngineConfig.model_validate(self.fleet["engine"]).kv_tokens
             text += (
                 f" {best.failed.mean:g} requests failed there, those longer than a replica's KV of "
-                f"{self.kv_tokens} tokens among them."
+                f"{kv_tokens} tokens among them."
             )
         return text
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that fit into the KV of a replica."""
-        found: int = EngineConfig.model_validate(self.fleet["engine"]).kv_tokens
-        return found
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write ``simulate.json`` and ``.png``; their paths. Raises :class:`ReportError`."""
-        path = folder / "simulate.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ReportError(f"cannot write to {folder}: {error.strerror}") from error
-        if not self.points:
-            return [path]
-        plot = folder / "simulate.png"
-        draw(self.chart(), plot)
-        return [path, plot]
-
-    def chart(self) -> Chart:
-        """Attainment over replicas, of all requests and of each class, and the target."""
-        groups: dict[str, list[tuple[int, Group]]] = {"all requests": []}
-        for point in self.points:
-            groups["all requests"].append((point.replicas, point))
-            if len(point.classes) > 1:
-                for name, group in point.classes.items():
-                    groups.setdefault(name, []).append((point.replicas, group))
-        lines = {
-            name: [
-                Point(
-                    count,
-                    100 * group.attainment.mean,
-                    100 * (group.attainment.half_width or 0.0),
-                )
-                for count, group in members
-                if group.attainment.mean is not None
-            ]
-            for name, members in groups.items()
-        }
-        ends = (self.points[0].replicas, self.points[-1].replicas)
-        lines["target"] = [Point(end, 100 * self.target, nan) for end in ends]
-        title = f"{self.fleet['policy']} on {self.traffic['name']}\n{self.traffic['scaling']}"
-        label = f"requests that meet their objectives, % (TPOT: {self.tpot_metric})"
-        return Chart(title, "replicas", label, lines)
 
     def show(self) -> None:
         """Print the setting, the curve, the classes at the answer, and what is left out."""
@@ -380,7 +318,7 @@ def _heading(figure: str) -> str:
 
 _FIGURES = (
     "attained, %",
-    *map(_heading, LATENCIES),
+    *map(_heading, capacity.LATENCIES),
     "utilisation, %",
     "failed",
     "preemptions",
@@ -390,7 +328,7 @@ _FIGURES = (
 def _figures(point: CapacityPoint) -> list[str]:
     return [
         point.attainment.shown(100, 2),
-        *(getattr(point, figure).shown(1, 0) for figure in LATENCIES),
+        *(getattr(point, figure).shown(1, 0) for figure in capacity.LATENCIES),
         point.utilisation.shown(100, 0),
         point.failed.shown(1, 0),
         point.preemptions.shown(1, 0),
@@ -412,9 +350,11 @@ def _counted(replicas: int) -> str:
 
 def _classes(point: CapacityPoint) -> Table:
     title = f"Classes with {point.replicas} replicas"
-    table = Table("class", "requests", "attained, %", *map(_heading, LATENCIES), title=title)
+    table = Table(
+        "class", "requests", "attained, %", *map(_heading, capacity.LATENCIES), title=title
+    )
     for name, group in point.classes.items():
-        figures = (getattr(group, figure).shown(1, 0) for figure in LATENCIES)
+        figures = (getattr(group, figure).shown(1, 0) for figure in capacity.LATENCIES)
         table.add_row(name, group.requests.shown(1, 0), group.attainment.shown(100, 2), *figures)
     return table
 
@@ -435,8 +375,8 @@ class Question(NamedTuple):
     """The count of replicas up to ``most`` at which ``target`` attain by ``metric`` (``None``: each
     class's anchor), or what ``only`` this count attains."""
 
-    traffic: Traffic
-    fleet: PlannedFleet
+    traffic: capacity.Traffic
+    fleet: capacity.PlannedFleet
     metric: TPOTMetric | None
     target: float
     most: int
@@ -453,7 +393,7 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
     workload = question.traffic.workload(question.seeds[0])
     stop_at_s = time.monotonic() + question.time_limit_s
     runs = len(question.seeds) * question.traffic.parts
-    with in_processes(play, min(question.jobs, runs)) as play_all:
+    with in_processes(capacity.play, min(question.jobs, runs)) as play_all:
         trial = partial(_trial, question, progress, play_all, stop_at_s)
         status, found, points = _colocated(question, workload, trial)
         pools = _pools(question, workload, trial) if question.disaggregated else None
@@ -473,32 +413,32 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
     )
 
 
-Trial = Callable[[Sizes, str], list[Measured]]
+Trial = Callable[[capacity.Sizes, str], list[capacity.Measured]]
 
 
 def _trial(
     question: Question,
     progress: Progress,
-    play_all: Callable[[Sequence[Run]], Iterator[Judged]],
+    play_all: Callable[[Sequence[capacity.Run]], Iterator[capacity.Judged]],
     stop_at_s: float,
-    sizes: Sizes,
+    sizes: capacity.Sizes,
     words: str,
-) -> list[Measured]:
+) -> list[capacity.Measured]:
     traffic, parts = question.traffic, range(question.traffic.parts)
     runs = [
-        Run(traffic, question.fleet, question.metric, sizes, seed, part, stop_at_s)
+        capacity.Run(traffic, question.fleet, question.metric, sizes, seed, part, stop_at_s)
         for seed in question.seeds
         for part in parts
     ]
     task = progress.add_task(words, total=len(runs))
     played = play_all(runs)
-    done: list[Measured] = []
+    done: list[capacity.Measured] = []
     for _ in question.seeds:
         own = []
         for _ in parts:
             own.append(next(played))
             progress.advance(task)
-        done.append(Measured.of(own, traffic.classes))
+        done.append(capacity.Measured.of(own, traffic.classes))
     shown = Range.of([each.whole["attainment"] for each in done]).shown(100, 2)
     progress.update(task, description=f"{words}: {shown} %")
     return done
@@ -512,20 +452,21 @@ def _colocated(
     status: Status = "out_of_time"
 
     def attainment(replicas: int) -> float:
-        done = trial(Sizes(replicas), f"{replicas} replicas")
-        points[replicas] = CapacityPoint.of(replicas, done)
+        done = trial(capacity.Sizes(replicas), f"{replicas} replicas")
+        points[replicas] = CapacityPoint(replicas=replicas, **_figures_of(done))
         return _mean(points[replicas])
 
     try:
         if question.only is not None:
             found = question.only if attainment(question.only) >= question.target else None
-            return _reached(found), found, tuple(points.values())
-        start = least_busy(workload, question.fleet.model)
-        found = search(attainment, question.target, start, question.most).replicas
+        else:
+            start = least_busy(workload, question.fleet.model)
+            found = search(attainment, question.target, start, question.most).replicas
         status = _reached(found)
-        if found is not None and found < question.most and found + 1 not in points:
-            attainment(found + 1)  # What one replica more would give.
-    except OutOfTimeError:
+        more = 0 if question.only is not None or found is None else found + 1
+        if 0 < more <= question.most and more not in points:
+            attainment(more)  # What one replica more would give.
+    except capacity.OutOfTimeError:
         pass
     return status, found, tuple(points[count] for count in sorted(points))
 
@@ -534,25 +475,26 @@ def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
     points: dict[Pools, PoolPoint] = {}
     found: Pools | None = None
     status: Status = "out_of_time"
-    fleet = question.fleet
-    demand = pool_demand(workload, fleet.model, fleet.engine)
+    demand = pool_demand(workload, question.fleet.model, question.fleet.engine)
 
     def attainment(pools: Pools) -> float:
-        done = trial(Sizes(0, *pools), f"{pools[0]} prefill, {pools[1]} decode")
-        points[pools] = PoolPoint.of_pools(pools, done)
+        prefillers, decoders = pools
+        done = trial(capacity.Sizes(0, *pools), f"{prefillers} prefill, {decoders} decode")
+        sizes = {"replicas": sum(pools), "prefillers": prefillers, "decoders": decoders}
+        points[pools] = PoolPoint(**sizes, **_figures_of(done))
         return _mean(points[pools])
 
     try:
-        rate = min(workload.rate, MAX_REPLICAS / min(demand))
-        start = sum(demand.least(rate))
+        start = sum(demand.least(min(workload.rate, MAX_REPLICAS / min(demand))))
         found = search_pools(attainment, question.target, demand, start, question.most).pools
         status = _reached(found)
-    except OutOfTimeError:
+    except capacity.OutOfTimeError:
         pass
+    prefillers, decoders = found or (None, None)
     return PoolAnswer(
         status=status,
-        prefillers=found[0] if found is not None else None,
-        decoders=found[1] if found is not None else None,
+        prefillers=prefillers,
+        decoders=decoders,
         prefill_per_decode=demand.ratio,
         points=tuple(points[pools] for pools in sorted(points, key=lambda p: (sum(p), p[0]))),
     )

@@ -16,10 +16,9 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sluice.benchmarks.options import NumberRange, as_json, folder, number_option
+from sluice.benchmarks.options import NumberRange, as_json, number_option
 from sluice.benchmarks.planning.capacity import PlannedFleet, SharedClass, Traffic, Windows
 from sluice.benchmarks.planning.search import Question, answered
-from sluice.benchmarks.report import ReportError, require_matplotlib
 from sluice.deploy.config import SluiceConfig, load_config
 from sluice.replica.config import EngineConfig as ReplicaEngine
 from sluice.router.config import RouterConfig, ServiceClass
@@ -31,7 +30,7 @@ from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import StuckError
 from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.mixes import MIXES
-from sluice.simulation.traces import MAX_REQUESTS, TraceError
+from sluice.simulation.traces import MAX_REQUESTS
 
 MAX_CLASSES = 16
 MAX_SHARE = 1e6
@@ -49,20 +48,16 @@ _OF_VLLM = {
 M = TypeVar("M", bound=BaseModel)
 
 
-class OptionError(ValueError):
-    """An option's value is not allowed. The message names option, fault and valid values."""
-
-
 def _pairs(option: str, text: str, known: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if not sign or not value:
-            raise OptionError(f"{option}: {part.strip()!r} is not of the form name=value")
+            raise ValueError(f"{option}: {part.strip()!r} is not of the form name=value")
         if name not in known:
-            raise OptionError(f"{option}: unknown name {name!r}; known: {', '.join(known)}")
+            raise ValueError(f"{option}: unknown name {name!r}; known: {', '.join(known)}")
         if name in found:
-            raise OptionError(f"{option}: {name} is given twice")
+            raise ValueError(f"{option}: {name} is given twice")
         found[name] = value
     return found
 
@@ -73,14 +68,14 @@ def _number(option: str, name: str, value: str, most: float) -> float:
     except ValueError:
         number = float("nan")
     if not (isfinite(number) and 0 <= number <= most):
-        raise OptionError(f"{option}: {name} must be a number from 0 to {most:g}, got {value!r}")
+        raise ValueError(f"{option}: {name} must be a number from 0 to {most:g}, got {value!r}")
     return number
 
 
 def _share(option: str, name: str, value: str) -> float:
     share = _number(option, name, value, MAX_SHARE)
     if share == 0:
-        raise OptionError(f"{option}: {name} must be above 0; leave the class out instead")
+        raise ValueError(f"{option}: {name} must be above 0; leave the class out instead")
     return share
 
 
@@ -88,11 +83,11 @@ def classes_of(
     config: SluiceConfig, slos: Sequence[str], shares: Sequence[str]
 ) -> tuple[SharedClass, ...]:
     """The service classes to draw from: ``slos`` (``ttft_ms=800,share=0.5``), or those of
-    ``shares`` (``interactive=0.5``), or the default. Raises :class:`OptionError`."""
+    ``shares`` (``interactive=0.5``), or the default. Raises :class:`ValueError`."""
     if slos and shares:
-        raise OptionError("--share is for classes of --config; with --slo say share=... in it")
+        raise ValueError("--share is for classes of --config; with --slo say share=... in it")
     if len(slos) > MAX_CLASSES:
-        raise OptionError(f"--slo: at most {MAX_CLASSES} classes, got {len(slos)}")
+        raise ValueError(f"--slo: at most {MAX_CLASSES} classes, got {len(slos)}")
     if slos:
         return _distinct([_stated(text, number) for number, text in enumerate(slos, 1)])
     known = config.router.classes
@@ -110,7 +105,7 @@ def _distinct(chosen: Sequence[SharedClass]) -> tuple[SharedClass, ...]:
     names = [each.slo.service_class for each in chosen]
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
-        raise OptionError(f"a class is given twice: {', '.join(doubles)}")
+        raise ValueError(f"a class is given twice: {', '.join(doubles)}")
     return tuple(chosen)
 
 
@@ -123,7 +118,7 @@ def _stated(text: str, number: int) -> SharedClass:
         made = ServiceClass.model_validate(given)
         RouterConfig(classes={name: made}, default_class=name)
     except ValidationError as error:
-        raise OptionError(f"--slo: {_problems(error)}") from None
+        raise ValueError(f"--slo: {_problems(error)}") from None
     return SharedClass(made.objective(name), share)
 
 
@@ -136,27 +131,25 @@ def _problems(error: ValidationError) -> str:
 
 def latency_of(config: SluiceConfig, profile: Path | None, stated: str | None) -> LatencyModel:
     """The step times of a replica: a ``profile``, or ``stated`` (``a=0.009,b=8e-5``), or the
-    configuration's. Raises :class:`OptionError`."""
+    configuration's. Raises :class:`ValueError`."""
     if profile is not None and stated is not None:
-        raise OptionError("give --profile or --latency, not both")
+        raise ValueError("give --profile or --latency, not both")
     if stated is not None:
         return _stated_latency(stated)
     path = profile or config.engine.latency_profile
     if path is not None:
         try:
             return LatencyProfile.from_json(path.read_text(encoding="utf-8")).model
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise OptionError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {error}") from error
     if config.engine.kind == "simulated":
         engine = config.engine.simulated
         constants = (engine.step_s, engine.token_s, engine.context_token_s, engine.quadratic_s)
         if not any(constants):
-            raise OptionError("the simulated engine of the configuration takes no time at all")
+            raise ValueError("the simulated engine of the configuration takes no time at all")
         return LinearLatency(*constants)
     kept = config.engine.cache_dir / "profiles"
-    raise OptionError(
+    raise ValueError(
         f"no latency is known: give --profile FILE (replicas keep theirs in {kept}) or --latency "
         "a=SECONDS,b=SECONDS"
     )
@@ -168,11 +161,11 @@ def _stated_latency(text: str) -> LatencyModel:
     family = given.pop("family", LinearLatency.family)
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise OptionError(f"--latency: unknown family {family!r}; known: {known}")
+        raise ValueError(f"--latency: unknown family {family!r}; known: {known}")
     model = FAMILIES[family]
     needed = {f.name for f in fields(model) if f.init and f.default is MISSING}
     if wrong := given.keys() - set(model.names) or needed - given.keys():
-        raise OptionError(
+        raise ValueError(
             f"--latency: the family {family} has {', '.join(model.names)}, of which "
             f"{', '.join(n for n in model.names if n in needed)} must be given; "
             f"wrong or missing: {', '.join(sorted(wrong))}"
@@ -181,7 +174,7 @@ def _stated_latency(text: str) -> LatencyModel:
     try:
         return model(**numbers)
     except ValueError as error:
-        raise OptionError(f"--latency: {error}") from error
+        raise ValueError(f"--latency: {error}") from error
 
 
 def fleet_of(
@@ -193,7 +186,7 @@ def fleet_of(
     limits: Mapping[str, int | None],
 ) -> PlannedFleet:
     """The fleet as in ``config``, overridden by given arguments; its options of a policy count for
-    that policy only. Raises :class:`OptionError`."""
+    that policy only. Raises :class:`ValueError`."""
     engine, controller = config.engine, config.controller
     name = policy or engine.policy
     routed = router or controller.policy
@@ -205,9 +198,7 @@ def fleet_of(
         routing.make_policy(routed, routing_options)
     except ValidationError as error:
         known = ", ".join(batching.POLICIES[name].Options.model_fields) or "none"
-        raise OptionError(f"{name}: {_problems(error)}; its options: {known}") from None
-    except ValueError as error:
-        raise OptionError(str(error)) from error
+        raise ValueError(f"{name}: {_problems(error)}; its options: {known}") from None
     given = {field: value for field, value in limits.items() if value is not None}
     return PlannedFleet(
         model,
@@ -244,7 +235,7 @@ def _checked(kind: type[M], values: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise OptionError(_problems(error)) from None
+        raise ValueError(_problems(error)) from None
 
 
 def _object(option: str, text: str | None) -> dict[str, Any]:
@@ -253,9 +244,9 @@ def _object(option: str, text: str | None) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise OptionError(f"{option}: is not JSON: {error}") from error
+        raise ValueError(f"{option}: is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise OptionError(f'{option}: must be a JSON object such as {{"name": 1}}, got {text!r}')
+        raise ValueError(f'{option}: must be a JSON object such as {{"name": 1}}, got {text!r}')
     return found
 
 
@@ -275,11 +266,8 @@ _LIMITS = ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
 
 
 def _question(**given: Any) -> Question:
-    """The question of the command's options; raises :class:`OptionError`."""
-    try:
-        config = load_config(given["config"])
-    except (ValueError, OSError) as error:
-        raise OptionError(str(error)) from error
+    """The question of the command's options; raises :class:`ValueError`."""
+    config = load_config(given["config"])
     trace, mix = given["trace"], given["mix"]
     if (trace is None) == (mix is None):
         raise click.UsageError("give --trace or --mix, one of them")
@@ -291,11 +279,11 @@ def _question(**given: Any) -> Question:
         classes = tuple(SharedClass(each.slo, each.share) for each in MIXES[mix].classes)
     only, most, disaggregated = given["replicas"], given["max_replicas"], given["disaggregated"]
     if not any(each.slo.stated for each in classes):
-        raise OptionError("no class states an objective, so any number of replicas is enough")
+        raise ValueError("no class states an objective, so any number of replicas is enough")
     if disaggregated and most < 2:
-        raise OptionError("--disaggregated needs --max-replicas of at least 2, one of each role")
+        raise ValueError("--disaggregated needs --max-replicas of at least 2, one of each role")
     if disaggregated and only is not None:
-        raise OptionError("--replicas and --disaggregated contradict each other: one is a search")
+        raise ValueError("--replicas and --disaggregated contradict each other: one is a search")
     model = latency_of(config, given["profile"], given["latency"])
     policies = given["policy"], given["policy_options"], given["router"]
     fleet = fleet_of(config, model, *policies, {name: given[name] for name in _LIMITS})
@@ -396,9 +384,8 @@ _PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
     most=1e9,
     words="Tokens of KV per second from a prefill to a decode replica.",
 )
-@click.option("--out", type=folder(), help="Folder for simulate.json and simulate.png.")
 @as_json
-def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
+def simulate(as_json: bool, **options: Any) -> None:
     """Find how many replicas recorded traffic needs.
 
     The simulator finds how many hold its objectives. With --disaggregated also how many prefill and
@@ -411,24 +398,19 @@ def simulate(out: Path | None, as_json: bool, **options: Any) -> None:
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     try:
-        if out is not None:
-            require_matplotlib()
         question = _question(**options)
         with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
             report = answered(question, progress)
-        written = report.write(out) if out is not None else []
     except BrokenProcessPool as error:
         raise click.ClickException(
             "a process was killed, most often for want of memory; try fewer --jobs or --requests"
         ) from error
-    except (OptionError, ReportError, StuckError, TraceError, ValueError) as error:
+    except (StuckError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(report.model_dump_json(indent=2))
     else:
         report.show()
-    for path in written:
-        click.echo(f"wrote {path}", err=True)
     if not report.answers:
         if as_json:
             click.echo(report.answer(), err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,37 +38,20 @@ def test_times_are_by_policy_and_size() -> None:
             assert 0 < row["median_ms"] <= row["p99_ms"]
 
 
-def test_an_experiment_prints_tables_and_writes_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    arguments = ["bench", SMALL, *QUICK, "--first-seed", "3", "--out", str(tmp_path)]
-    result = CliRunner().invoke(main, arguments)
+def test_an_experiment_prints_tables() -> None:
+    result = CliRunner().invoke(main, ["bench", SMALL, *QUICK])
     assert result.exit_code == 0, result.output
     assert "only density" in result.output
-    written = json.loads((tmp_path / f"{SMALL}.json").read_text())
-    assert {row["seed"] for row in written["rows"]} == {3}
-    assert "--first-seed 3" in written["command"]
-    assert "only density" in (tmp_path / f"{SMALL}.md").read_text()
-    assert (tmp_path / f"{SMALL}-1.png").stat().st_size > 1_000
 
 
 def test_json_alone_goes_to_standard_output() -> None:
-    result = CliRunner().invoke(main, ["bench", SMALL, *QUICK, "--json"])
+    result = CliRunner().invoke(main, ["bench", SMALL, *QUICK, "--first-seed", "3", "--json"])
     assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
+    found = json.loads(result.stdout)
+    assert "--first-seed 3" in found["command"]
+    rows = found["rows"]
+    assert {row["seed"] for row in rows} == {3}
     assert {row["policy"] for row in rows} >= {"slidebatching", "only deadline"}
-
-
-def test_missing_matplotlib_is_said_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(main, ["bench", SMALL, *QUICK, "--out", str(tmp_path)])
-    assert result.exit_code != 0
-    assert "pip install 'sluice-serve[bench]'" in result.output
-    assert "--no-plots" in result.output
-    assert not list(tmp_path.iterdir())
-    without = [*QUICK, "--out", str(tmp_path), "--no-plots"]
-    assert CliRunner().invoke(main, ["bench", SMALL, *without]).exit_code == 0
 
 
 @pytest.mark.parametrize(

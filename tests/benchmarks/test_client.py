@@ -134,7 +134,6 @@ async def test_the_client_tells_every_ending_from_every_other() -> None:
         assert reason in outcome.reason and bool(reason) == bool(outcome.reason), (kind, outcome)
     answered = [each for each in outcomes if each.end is End.ANSWERED]
     assert all(each.attained and each.admission == "guaranteed" for each in answered)
-    assert all(each.predicted_ttft_s == 0.2505 for each in answered)
     assert not any(each.attained for each in outcomes if each not in answered)
 
 

@@ -58,7 +58,7 @@ from sluice.benchmarks.experiments.systems import (
     run,
     run_cluster,
 )
-from sluice.benchmarks.report import Chart, Estimate, Point, Report, Table, markdown
+from sluice.benchmarks.report import Estimate, Report, Table
 from sluice.scheduling.batching.slidebatching import SlideBatchingOptions
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.traces import TraceError
@@ -135,10 +135,6 @@ class TestRows:
         table = Pivot("title", "x", ("policy",), digits=1)(rows)
         assert table.columns == ("policy", "0.5", "1")
         assert table.rows == [("a", "1.0", "2.0"), ("b", "1.0", "2.0")]
-        chart = Pivot("title", "x", ("policy",), where={"policy": ("b", "c")}).chart(rows)
-        assert chart is not None and list(chart.lines) == ["b"]
-        assert [point[:2] for point in chart.lines["b"]] == [(0.5, 1.0), (1.0, 2.0)]
-        assert Pivot("title", "x", ("load",), "policy").chart(rows) is None
 
 
 class TestGrids:
@@ -307,7 +303,7 @@ class TestDefaultPolicy:
             *(outcome("fcfs", seed, met, 3.0) for seed, met in ((1, 0.9), (2, 0.7))),
         ]
         assert AGAINST.best(rows, "tdg") == "fcfs"
-        headline = EXPERIMENT.findings(rows)[0][1].rows[0]
+        headline = EXPERIMENT.findings(rows)[1].rows[0]
         assert headline[1:] == (
             "fcfs",
             "21.67 %",
@@ -354,7 +350,6 @@ REPORT = Report(
     "a method",
     "sluice bench some",
     [Table("A table", ("policy", "share"), [("edf", "0.5")], "A note.")],
-    [Chart("A chart", "x", "y", {"edf": [Point(1.0, 0.5, math.nan), Point(2.0, 0.4, 0.1)]})],
     [{"policy": "edf", "seed": 1, "share": 0.5, "unknown": math.nan}],
 )
 
@@ -366,12 +361,6 @@ class TestReport:
         assert written["command"] == "sluice bench some"
         assert written["setting"] == "TPOT: mean."
 
-    def test_markdown_says_how_it_was_made(self) -> None:
-        text = REPORT.as_markdown()
-        for part in ("`sluice bench some`", "TPOT: mean", "a method", "| edf | 0.5 |", "A note."):
-            assert part in text
-        assert markdown(REPORT.tables[0])[:2] == ["| policy | share |", "|---|---|"]
-
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
@@ -381,12 +370,11 @@ def test_cells_of_every_experiment_are_named_apart(name: str) -> None:
 
 LONG = {
     *("admission", "autoscaling", "controller_cells", "default_policy", "disaggregation"),
-    *("disaggregation_ratio", "elastic_roles", "fairbatching_breakdown", "fairbatching_cluster"),
+    *("disaggregation_ratio", "elastic_roles", "fairbatching_breakdown"),
     *("flowprefill_settings", "flowprefill_systems", "migration", "promises"),
-    *("proserve_colocated", "proserve_disaggregated", "proserve_large", "proserve_policies"),
-    *("retry_after", "routers", "routers_disaggregated", "run_length", "simulator_speed"),
-    *("slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling", "slos_serve_together"),
-    *("speculation_lengths", "stale_mirror"),
+    *("proserve_policies", "retry_after", "routers", "routers_disaggregated"),
+    *("simulator_speed", "slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling"),
+    *("slos_serve_together", "speculation_lengths", "stale_mirror"),
 }
 """They take about a second or more each, and are run before a release."""
 
@@ -398,7 +386,7 @@ def test_every_experiment_runs_and_repeats_itself(name: str) -> None:
     experiment = EXPERIMENTS[name]
     cells = experiment.cells(QUICK)
     rows = list(measured(cells, QUICK.seeds, jobs=1))
-    tables, _ = experiment.findings(rows)
+    tables = experiment.findings(rows)
     assert tables
     for table in tables:
         assert table.rows
@@ -478,15 +466,8 @@ class TestRuns:
         found = cluster_figures(
             run_cluster(load, System("least_tokens", DEFAULT), SETUP, layout, 1)
         )
-        assert found["attainment_mean"] == found["tdg"] == found["tdg_first"] == 1.0
-        assert found["refused"] == found["moved"] == 0
-
-    def test_first_tokens_are_counted_alone(self) -> None:
-        # The first token comes after a step of 17 ms, the last eight steps later.
-        load = spread(5, 5.0, SLO(ttft_s=0.05, tpot_s=0.0001))
-        found = cluster_figures(run_cluster(load, System("pab", DEFAULT), SETUP, colocated(1), 1))
-        assert found["tdg_first"] == 1.0
-        assert found["tdg"] < 1.0
+        assert found["attainment_mean"] == found["tdg"] == 1.0
+        assert found["refused"] == 0
 
     def test_routers_that_draw_do_so_by_the_seed(self) -> None:
         assert make_router("power_of_two", 7).options.model_dump() == {"seed": 7}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from math import nan
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,15 +21,8 @@ from sluice.benchmarks.experiments.disaggregation import (
     of_scenario,
     split_in,
 )
-from sluice.benchmarks.experiments.flowprefill import (
-    BOUNDS,
-    bounded,
-    mix,
-    of_traces,
-    setup_of,
-    tightest,
-)
-from sluice.benchmarks.experiments.grid import Plan, Row
+from sluice.benchmarks.experiments.flowprefill import bounded, mix, setup_of, tightest
+from sluice.benchmarks.experiments.grid import Row
 from sluice.benchmarks.experiments.loads import (
     GENERATED,
     Conditions,
@@ -112,7 +103,7 @@ def test_layouts_are_named_by_their_roles() -> None:
 def test_capacity_is_over_that_of_an_even_split_with_the_formula_beside_it() -> None:
     layouts = {"1P 1D": 4.0, "2P 1D": 5.0, "1P 2D": 3.0, "co-located": 8.0}
     rows = [row("coder", layout, rate) for layout, rate in layouts.items()]
-    (relative, rates, formula), _ = RATIO.findings(rows)
+    relative, rates, formula = RATIO.findings(rows)
     assert relative.rows == [("coder", "p", "1.00", "1.25", "0.75", "2.00")]
     assert rates.rows == [("coder", "p", "4.00", "5.00", "3.00", "8.00")]
     # Prefill decides: of 3 devices two serve twice, or one as much, as one of 2 does.
@@ -134,52 +125,6 @@ def test_the_formula_puts_the_papers_workloads_far_apart() -> None:
 
 LASTING = Span(40.0, 40, 120)
 PREFILLER = setup_of("8b")
-
-
-@pytest.fixture
-def traces(tmp_path: Path) -> Path:
-    """Four tasks of the recorded kind, one of which the paper does not have."""
-    lines = []
-    for index in range(400):
-        task, tokens = (("text", 300), ("search", 6_000), ("code", 400), ("code", 4_000))[index % 4]
-        blocks = list(range(index, index + -(-tokens // 16)))
-        lines.append(
-            {
-                "chat_id": index,
-                "parent_chat_id": -1,
-                "timestamp": index * 0.2,
-                "input_length": tokens,
-                "output_length": 50,
-                "type": task,
-                "turn": 1,
-                "hash_ids": blocks,
-            }
-        )
-    (tmp_path / "qwen.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return tmp_path
-
-
-def test_recorded_prompts_are_judged_by_task_or_else_by_length(traces: Path) -> None:
-    make = of_traces(traces)["qwen (stretched)"]
-    workload = make(PREFILLER, 3.0, 100, 5)
-    assert workload.rate == pytest.approx(3.0)
-    found = {(a.task, a.prompt_tokens, a.slo.ttft_s) for a in workload.arrivals}
-    assert found == {
-        ("text", 300, 0.25),
-        ("search", 6_000, 4.0),
-        ("code", 400, 0.25),
-        ("code", 4_000, 4.0),
-    }
-    # Single turns that only prefill.
-    assert all(a.output_tokens == 1 and not a.block_hashes for a in workload.arrivals)
-    served = measure(bounded("ours"), 5, Conditions(make, PREFILLER), 1.5, 100)
-    assert 0.8 < served["attainment_mean"] <= 1.0
-
-
-def test_an_experiment_has_cells_for_each_recorded_workload(traces: Path) -> None:
-    cells = BOUNDS.cells(Plan("quick", (1,), traces))
-    names = {cell.labels["workload"] for cell in cells}
-    assert names == {"generated", "qwen (stretched)", "qwen (thinned)"}
 
 
 def test_the_goodput_and_the_tightest_objectives_are_at_90_percent() -> None:

@@ -18,17 +18,16 @@ import pytest
 from aiohttp import web
 from click.testing import CliRunner, Result
 
+from sluice.benchmarks.experiments.kinds import KINDS, generated
 from sluice.benchmarks.live import mix
 from sluice.benchmarks.live import peers as peers_module
 from sluice.benchmarks.live.client import End, LoadError, Outcome
 from sluice.benchmarks.live.mix import (
     GENERATED,
-    KINDS,
     LONGEST,
     Pattern,
     body_of,
     classes_of,
-    generated,
     kind_of,
     published,
     recorded,
@@ -40,7 +39,6 @@ from sluice.benchmarks.live.peers import (
     SYSTEMS,
     Peer,
     Setting,
-    attainment,
     sluice_config,
     tables,
 )
@@ -178,10 +176,9 @@ def test_the_longest_request_is_the_least_context() -> None:
 SETTING = Setting("/a/model", {"max-model-len": 8192}, 2, 0, classes_of(IDLE))
 
 
-def test_simulated_engines_and_a_server_alone_have_references_of_their_own() -> None:
+def test_a_server_alone_has_a_reference_of_its_own() -> None:
     assert {name for name, peer in SYSTEMS.items() if peer.reference != DEFAULT[0]} == {
         *("stock", "stock-short-batches"),
-        *("simulated", "simulated-round-robin", "simulated-min-load"),
     }
     assert {peer.reference for peer in SYSTEMS.values()} <= set(SYSTEMS)
 
@@ -215,14 +212,14 @@ def test_engines_have_gpus_of_their_own_or_share_one() -> None:
 def outcome(name: str, end: End, ttft_s: float, tpot_s: float, tokens: int, **more: Any) -> Outcome:
     seen = Outcome(SLOS[name], 100, tokens, 1.0, 0.002, end, "", 4.0, **more)
     if end is End.ANSWERED:
-        seen.ttft_s, seen.tpot_s, seen.worst_tpot_s = ttft_s, tpot_s, 2 * tpot_s
+        seen.ttft_s, seen.tpot_s = ttft_s, tpot_s
     return seen
 
 
 def seen() -> list[Outcome]:
     """Objectives: chat 0.5 s and 50 ms, document 8 s and 100 ms."""
     return [
-        outcome("chat", End.ANSWERED, 0.5, 0.05, 20, admission="guaranteed", predicted_ttft_s=0.4),
+        outcome("chat", End.ANSWERED, 0.5, 0.05, 20, admission="guaranteed"),
         outcome("chat", End.ANSWERED, 0.6, 0.01, 30, admission="guaranteed"),
         outcome("chat", End.ANSWERED, 0.1, 0.06, 40),
         outcome("chat", End.REFUSED, 0.0, 0.0, 50),
@@ -245,9 +242,8 @@ def test_every_system_is_judged_alike_and_a_refusal_has_missed_all_objectives() 
     # In 10 s of arrivals.
     assert (found["goodput"], found["goodput_tokens"], found["tokens"]) == (0.2, 8.0, 15.0)
     assert found["ttft_ms"][0] == 550.0 and len(found["ttft_ms"]) == 3
-    assert found["worst_tpot_ms"][2] == pytest.approx(119.4, abs=0.1)
     assert (found["cpu_s"], found["engine_cpu_s"], found["busy"]) == (6.0, 5.0, 0.5)
-    assert found["late_ms"] == [2.0, 2.0, 2.0] and found["ttft_error_ms"] == [100.0] * 3
+    assert found["late_ms"] == [2.0, 2.0, 2.0]
 
 
 def test_a_run_without_answers_has_figures() -> None:
@@ -273,16 +269,6 @@ def test_rounds_are_summed_up_with_the_range_of_their_mean() -> None:
     assert alone["range"]["attained"] is None
     assert [each.row_count for each in tables(rows)] == [2, 2, 2]
     assert json.loads(json.dumps(rows)) == rows
-
-
-def test_charts_have_a_line_for_each_system() -> None:
-    runs = [run(name, 0, seen(), load) for load in (1.5, 0.5) for name in ("a", "b")]
-    found = attainment(summary(runs, *CELL))
-    lines = found["attainment-bursty"].lines
-    assert {name: [point.x for point in line] for name, line in lines.items()} == {
-        "a": [0.5, 1.5],
-        "b": [0.5, 1.5],
-    }
 
 
 # The command.
@@ -347,7 +333,6 @@ def measure(*options: str) -> Result:
 def test_the_command_measures_what_starts_in_alternating_order_and_names_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     started: list[str] = []
 
     def peer(name: str, url: str, priorities: bool = False) -> Peer:
@@ -380,7 +365,6 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
             *(f"--system={name}" for name in ("serve-llm", "stock-priority", "sluice")),
             *("--load=2", "--load=4", "--seconds=0.5", "--rounds=2", "--pattern=poisson"),
             *("--model", str(tmp_path), "--slo-scale=100", "--in-flight=1"),
-            *("--plots", str(tmp_path / "plots")),
             "--json",
         )
     assert result.exit_code == 0, result.output
@@ -401,10 +385,6 @@ def test_the_command_measures_what_starts_in_alternating_order_and_names_the_res
     sent = [row["sent"] for row in found["summary"]]
     assert sent[:2] == [sent[0]] * 2 and sent[2:] == [sent[2]] * 2  # the same for all systems
     assert {None, 0} < {body.get("priority") for body in asked} <= {None, 0, 1, 2}
-    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert json.loads((tmp_path / "plots" / "peers.json").read_text()) == found
-    assert drawn == {"peers.json", "attainment-poisson.svg"}
-    assert b"<svg" in (tmp_path / "plots" / "attainment-poisson.svg").read_bytes()[:2_000]
 
 
 @pytest.mark.vllm
@@ -420,13 +400,7 @@ def test_runs_that_were_recorded_are_not_repeated_and_their_reference_starts_onc
             def start(_: Bench) -> Iterator[System]:
                 started.append(name)
                 assert setting.record is not None
-                step = {
-                    "now_s": 1.0,
-                    "end_s": 1.5,
-                    "cpu_s": 0.25,
-                    "ran": [["a", 7, 3], ["b", 1, 9]],
-                }
-                (setting.record / "engine.jsonl").write_text(json.dumps(step) + '\n{"now_s": 2')
+                (setting.record / "engine.jsonl").write_text("{}\n")
                 (setting.record / DECISIONS / "d.jsonl").write_text("{}\n")
                 yield System((url,), {})
 
@@ -472,14 +446,8 @@ def test_runs_that_were_recorded_are_not_repeated_and_their_reference_starts_onc
     assert {path.name for path in folder.iterdir()} == {
         *("runs.jsonl", "stock-1", "sluice-1", "sluice-2")
     }
-    table, packed = (folder / "stock-1" / f"engine.{kind}" for kind in ("csv", "jsonl.gz"))
-    assert packed.exists() and (folder / "stock-1" / DECISIONS / "d.jsonl.gz").exists()
-    header, row = (line.split(",") for line in table.read_text().splitlines())
-    steps = dict(zip(header, map(float, row), strict=True))
-    assert steps == {
-        **{"launch_s": 1.0, "end_s": 1.5, "cpu_s": 0.25, "decodes": 1, "decode_context": 9},
-        **{"prefill_tokens": 7, "prefills": 1, "prefill_context": 3},
-    }
+    assert (folder / "stock-1" / "engine.jsonl.gz").exists()
+    assert (folder / "stock-1" / DECISIONS / "d.jsonl.gz").exists()
 
 
 def test_without_any_system_there_is_an_error(

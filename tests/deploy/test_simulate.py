@@ -112,15 +112,6 @@ def test_each_class_is_judged_by_its_anchor(trace: Path, slos: list[str], judged
     assert ("TPOT by window" in " ".join(shown.split())) == (judged == "window")
 
 
-def test_out_holds_the_json_and_a_plot(trace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    folder = tmp_path / "made" / "here"
-    found = report(trace, *ONE_EACH, *IN_TIME, "--out", str(folder))
-    written = CapacityReport.model_validate_json((folder / "simulate.json").read_text())
-    assert written == found
-    assert (folder / "simulate.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_no_answer_is_said_and_exits_so(trace: Path) -> None:
     says = "is not reached with up to 3 replicas: at best"
     result = simulate(trace, *ONE_EACH, *IN_TIME, "--max-replicas", "3")

@@ -55,7 +55,6 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("slidebatching", {"latency_aware": False, "order": "density"}),
     ("fairbatching", {"anchor": "last_token", "prefill_share": 0.0}),
     ("sarathi_priority", {"token_budget": 64}),
-    ("weighted_vtc", {}),
     ("edf", {"token_budget": 64}),
     ("sjf", {"token_budget": 64}),
     ("d_edf", {"late": "in_order", "batch_tokens": 300}),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.benchmarks.live.mix import Kind, Pattern
+from sluice.benchmarks.experiments.kinds import Kind
+from sluice.benchmarks.live.mix import Pattern
 from sluice.controller.config import ControllerConfig
 from sluice.replica.config import EngineConfig as ReplicaEngineConfig
 from sluice.replica.config import ReplicaConfig
