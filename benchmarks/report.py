@@ -25,8 +25,6 @@ _T_975 = (
 )  # fmt: skip
 """Student's t at 97.5 % for 1 to 30 degrees of freedom."""
 
-_T_MORE = 1.96
-
 
 class Estimate(NamedTuple):
     """Mean over seeds with the figure, half its 95 % range (nan below two), and their number."""
@@ -45,7 +43,7 @@ class Estimate(NamedTuple):
         if len(known) < 2 or abs(mean) == inf:
             return cls(mean, nan, len(known))
         freedom = len(known) - 1
-        quantile = _T_975[freedom - 1] if freedom <= len(_T_975) else _T_MORE
+        quantile = _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96
         return cls(mean, quantile * stdev(known) / sqrt(len(known)), len(known))
 
     def shown(self, digits: int = 3) -> str:

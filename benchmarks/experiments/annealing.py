@@ -176,7 +176,7 @@ def against_exhaustive(rows: grid.Rows) -> Table:
 
 MAPPED = {"what": "mapping", "gains": "yes"}
 ENGINE = {"what": "engine"}
-IN_ENGINE = (Contender(name, name) for name in ("fcfs", "annealing", "sjf", "deadline_triage"))
+IN_ENGINE = [Contender(name, name) for name in ("fcfs", "annealing", "sjf", "deadline_triage")]
 NOISY = "On a shared machine; measure with --jobs 1 on a quiet one."
 
 EXPERIMENT = grid.Experiment(

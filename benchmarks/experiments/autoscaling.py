@@ -23,7 +23,6 @@ from sluice.simulation.workload import Workload, merged, with_objectives
 SETUP = SETUPS["70b"]
 STARTUP_S = 30.0
 INTERVAL_S = 2.5
-PEAK_OVER_S = 60.0
 DOCUMENTS_TTFT_S = 4.0
 FIXED_LOAD = 0.75
 """Load for which fixed pools are sized, the same that the default policy aims at."""
@@ -100,7 +99,7 @@ def measure(
     """The figures of one run of a workload, whose rate at load 1 is the second of the pair."""
     make, full_rate = workload
     made = make(SETUP, load * full_rate, round(load * full_rate * seconds), seed)
-    peak = peak_load(made, full_rate, PEAK_OVER_S)
+    peak = peak_load(made, full_rate, 60.0)
     replicas, sizer = ceil((peak if system.peak else load) / FIXED_LOAD), None
     if system.policy:
         policy = partial(autoscaling.make_policy, system.policy, system.options)

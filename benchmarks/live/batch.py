@@ -38,7 +38,6 @@ MINUTES: Final = (1, 2, 3)
 PART: Final = 0.6
 """The short batches are to do this share of the lines that a full one did beside chat."""
 
-_BEGIN_S: Final = 3.0
 _POLL_S: Final = 0.5
 
 
@@ -93,7 +92,7 @@ def chat(bench: Bench, system: System, rate: float, seconds: float, run: str, fu
     """Chats of some seconds, alone or beside a full batch; their times are the same in both."""
     workload = CHAT.workload(rate, seconds, Random(run).randrange(1 << 30), SLOS)
     begun_s, batch = time.monotonic(), submit(system, run, FULL_LINES, "24h") if full else None
-    time.sleep(_BEGIN_S)
+    time.sleep(3.0)
     body = body_of(f"{run} {full}")
     sent = live.run(bench, system, {}, seconds, workload, body=body, exact=False).outcomes
     times = [1e3 * each.ttft_s for each in sent if each.ttft_s is not None]

@@ -29,9 +29,6 @@ from sluice.simulation.workload import Arrival, Turn, Workload
 MAX_EVENT_BYTES = 1 << 20
 """Maximum length of an event of a stream."""
 
-_DONE = "[DONE]"
-_UNBOUNDED = 2**40
-
 
 class WrongAnswerError(Exception):
     """An answer that does not match its request; the message names the defect in a few words."""
@@ -54,7 +51,7 @@ class Expected(NamedTuple):
 
 def simulated(endpoint: Endpoint, body: dict[str, Any]) -> Expected:
     """A simulated engine's answer to a valid ``body``."""
-    call: Call = parse_call(endpoint, body, body["model"], _UNBOUNDED)
+    call: Call = parse_call(endpoint, body, body["model"], 2**40)
     texts = tuple(
         output_text(call.prompts[choice // call.n].seed, choice, 0, call.max_tokens)
         for choice in range(call.choices)
@@ -118,7 +115,7 @@ class AnswerCheck:
             return
         if not event.startswith(b"data: ") or b"\n" in event:
             raise WrongAnswerError("not an event")
-        if event[6:] == _DONE.encode():
+        if event[6:] == b"[DONE]":
             self._done = True
             return
         piece = _parsed(event[6:])
@@ -187,9 +184,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 GRACE_S = 300.0
 """How long after the last arrival the client waits for requests to end, seconds."""
 
-_CHARACTERS_PER_TOKEN = 4
 _ERROR_CODE = re.compile(rb'"error": ?\{.*?"code": ?"?([a-z_0-9]+)', re.DOTALL)
-_ERROR_BYTES = 2048
 
 
 class LoadError(RuntimeError):
@@ -251,7 +246,7 @@ class Outcome:
 
 def prompt_text(number: int, tokens: int) -> str:
     """A prompt of ``tokens`` by the count of a simulated engine, unlike that of other numbers."""
-    characters = tokens * _CHARACTERS_PER_TOKEN
+    characters = tokens * 4
     return f"{number} ".ljust(characters, "x")[:characters]
 
 
@@ -382,7 +377,7 @@ class _Request:
                 if wire.DEGRADED_HEADER in response.headers:
                     outcome.slo = _promised(outcome.slo, response.headers)
                 if response.status != 200:
-                    _refused(outcome, response.status, await response.content.read(_ERROR_BYTES))
+                    _refused(outcome, response.status, await response.content.read(2048))
                 elif body.get("stream"):
                     await self._stream(response, expected, sent_s)
                 else:

@@ -13,8 +13,6 @@ from aiohttp import web
 
 MODEL = "simulated"
 
-_MAX_TOKENS = 100_000
-
 
 _STATED = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 """For engines whose tokens are not words: generate all tokens, and report usage."""
@@ -51,7 +49,7 @@ def main(port: int, step_ms: float) -> None:
         body = msgspec.json.decode(await request.read())
         # Routers may send the field under its newer name.
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or 1
-        tokens = min(_MAX_TOKENS, max(1, int(limit)))
+        tokens = min(100_000, max(1, int(limit)))
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         for event in events(tokens, f"{id(request):x}"):

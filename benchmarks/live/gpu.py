@@ -34,7 +34,6 @@ _QUIET: Final = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL"
 _LOAD: Final = """
 sent attained attained_interval goodput tokens guaranteed kept ttft_ms tpot_ms cpu_s late_ms
 """.split()  # noqa: SIM905
-_LOAD_SYSTEMS: Final = "stock", "sluice", "stock-short-batches"
 _REASON: Final = re.compile(
     r"^(?:\[\w+\]: )?((?:Error|[\w.]+(?:Error|Exception)): .*)", re.MULTILINE
 )
@@ -84,7 +83,7 @@ def _runs_of(given: Given) -> Path:
 
 
 def _load(given: Given) -> Sequence[str | Path]:
-    systems = [f"--system={name}" for name in _LOAD_SYSTEMS]
+    systems = [f"--system={name}" for name in ("stock", "sluice", "stock-short-batches")]
     args = ["--model", given.model, "--engine-args", json.dumps(given.args), "--replicas=1"]
     runs = ["--pattern=bursty", "--rounds=1", f"--seconds={given.seconds}", "--json"]
     kept = ["--record", str(_runs_of(given)), "--resume", f"--in-flight={4 * given.decodes}"]

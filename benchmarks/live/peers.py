@@ -67,7 +67,6 @@ SCHEDULER: Final = "sluice.benchmarks.live.step_log.make_scheduler"
 STEP_LOG: Final = "SLUICE_STEP_LOG"
 """The variable with the path of the log that it writes."""
 
-_CPU_STOCK_ARGS: Final[Json] = {"distributed-executor-backend": "uni"}
 _STOCK_ARGS: Final[Json] = {"disable-log-stats": True, "disable-uvicorn-access-log": True}
 _CPU_ENVIRONMENT: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Without it the model is in one more process, behind one more queue; Sluice has neither."""
@@ -118,7 +117,8 @@ def stock(policy: str, more: Json, setting: Setting) -> Start:
         if setting.gpus > 1:
             variables["CUDA_VISIBLE_DEVICES"] = setting.devices(number)
         elif not setting.gpus:
-            args, variables = {**_CPU_STOCK_ARGS, **args}, {**variables, **_CPU_ENVIRONMENT}
+            args = {"distributed-executor-backend": "uni", **args}
+            variables |= _CPU_ENVIRONMENT
         command = vllm_command(setting.model, MODEL, port, args)
         return Server(command, variables, live.START_LIMIT_S)
 
@@ -264,7 +264,6 @@ GRACE_S: Final = 120.0
 """How long after the last arrival the client waits for answers, seconds."""
 
 CELL: Final = ("pattern", "load", "system")
-_WARM_SEED = 1_000_000
 _ENGINE = "sluice_engine", "sluice_latency", "sluice_plan", "sluice_step"  # since the start
 
 
@@ -560,7 +559,7 @@ class _Campaign:
         """The runs that are missing, after one that warms up."""
         seed, own = self.seed + number, {"system": name, "round": number}
         warm_up = {"pattern": next(iter(self.patterns)), "load": 1.0, **own, "warm_up": True}
-        self._run(system, warm_up, WARM_UP_S, seed + _WARM_SEED)
+        self._run(system, warm_up, WARM_UP_S, seed + 1_000_000)
         for pattern, load in self._missing(name, number):
             self._run(system, {"pattern": pattern, "load": load, **own}, self.seconds, seed)
 

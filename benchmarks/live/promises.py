@@ -54,9 +54,6 @@ CONTROLLERS: Final = {
 WARM_UP_S: Final = 15.0
 """How long it is saturated before finished requests count for its capacity."""
 
-_REPORTED_S = 3.0  # until a router's metrics page counts a finished request
-_STARTED_S = 300.0
-
 
 OPTIONS: Final = (
     click.option(
@@ -112,7 +109,7 @@ def _fresh(url: str) -> float:
 def capacity_of(bench: Bench, system: System, replicas: int, seconds: float, seed: int) -> float:
     """Requests a second without objectives, once all replicas report to the controller."""
     (url,) = system.urls
-    if not until(lambda: _fresh(url) >= replicas, _STARTED_S, bench.stop):
+    if not until(lambda: _fresh(url) >= replicas, 300.0, bench.stop):
         raise LeftOutError(f"{replicas} replicas have not started")
     drawn = (each._replace(slo=SLOS[NO_OBJECTIVE]) for each in PATTERN.drawn(seed))
     load = body_of("capacity"), IN_FLIGHT * replicas, WARM_UP_S, seconds
@@ -130,7 +127,8 @@ def _run(
     with busy_loop(seconds / 2) if machine == BUSY else nullcontext():
         found = run(bench, system, labels, seconds, workload, body=body, exact=False)
     wanted = before.total() + sum(each.admission == report.GUARANTEED for each in found.outcomes)
-    until(lambda: _router_promises(url).total() >= wanted, _REPORTED_S, bench.stop)
+    # A router's metrics page counts a finished request somewhat later.
+    until(lambda: _router_promises(url).total() >= wanted, 3.0, bench.stop)
     by_router = _router_promises(url)
     by_router.subtract(before)
     return found._replace(counts=by_router)

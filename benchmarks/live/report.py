@@ -43,7 +43,6 @@ _KINDS = (
 """Part of a process's title -> its kind; the first match applies."""
 
 OWN = "client"
-REST = "Ray"
 
 
 class Used(NamedTuple):
@@ -130,7 +129,7 @@ def spent(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[s
 
 def kind_of(title: str) -> str:
     """The kind of a cluster's process, by its title."""
-    return next((kind for part, kind in _KINDS if part in title), REST)
+    return next((kind for part, kind in _KINDS if part in title), "Ray")
 
 
 GUARANTEED, BEST_EFFORT = "guaranteed", "best-effort"

@@ -36,8 +36,6 @@ SPECULATIVE: Final[dict[str, Any]] = {
 }
 """vLLM's arguments for :func:`verify_cost`."""
 
-_DRAFTED = 17
-
 
 class Counting(UniProcExecutor):
     """Notes each batch in ``ran``. ``drafts`` drafted tokens replace those of vLLM's drafter."""
@@ -53,7 +51,7 @@ class Counting(UniProcExecutor):
 
     def take_draft_token_ids(self) -> Any:
         """Drafts for the latest batch."""
-        return DraftTokenIds(self._ids, [[_DRAFTED] * self.drafts for _ in self._ids])
+        return DraftTokenIds(self._ids, [[17] * self.drafts for _ in self._ids])
 
 
 class Core:

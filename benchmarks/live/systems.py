@@ -48,7 +48,6 @@ VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAG
 POLL_S = 0.1
 _END_LIMIT_S = 90.0
 """For `sluice serve`, which shuts down a Ray instance; the others end at once."""
-_LOG_TAIL = 600
 _WITH_PARENT = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -96,7 +95,7 @@ def wait_until_ready(
         with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(request, timeout=5):
             return
         if server.poll() is not None or time.monotonic() > deadline_s:
-            tail = click.unstyle(log.read_text(errors="replace"))[-_LOG_TAIL:].strip()
+            tail = click.unstyle(log.read_text(errors="replace"))[-600:].strip()
             what = f"is not ready after {limit_s:g} s" if server.returncode is None else "has ended"
             raise LeftOutError(f"it {what}: {tail}")
         if stop.wait(POLL_S):
@@ -216,7 +215,6 @@ ENGINES = "replicas"
 START_LIMIT_S: Final = 900.0
 """How long a system with Ray or vLLM may take to start, seconds."""
 
-_INSTALL_LIMIT_S = 600.0
 _SHOWN = 300
 
 
@@ -361,9 +359,7 @@ def environment(package: str, say: Callable[[str], None]) -> Path:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_INSTALL_LIMIT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600.0, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LeftOutError(f"cannot install it: {error}") from None
     if done.returncode:

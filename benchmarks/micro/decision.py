@@ -35,15 +35,12 @@ QUERIES_PER_S = 500.0
 REPORTS_PER_S = 64 * 50.0
 """Of all replicas together."""
 
-FLOOR = "floor"
 
-SCRAPES = 50
 BATCH = 64
 """Queries in a call, where they are batched."""
 
 TOGETHER = "slos_serve, together"
 CONNECTION = "connection"
-_FIRST_KEY = 1 << 50
 LASTING_S = 7_200.0
 """A benchmark's fleet says hello only once, and must not go stale during the measurement."""
 
@@ -60,7 +57,7 @@ class Inside:
         self._rng = random.Random(replicas)
         self._messages = FleetMessages(replicas)
         self._controller = Controller(config)
-        self._keys = itertools.count(_FIRST_KEY)
+        self._keys = itertools.count(1 << 50)
         self._placed: list[int] = []
         self._epoch = 0
 
@@ -154,14 +151,14 @@ async def measure_inside(config: ControllerConfig, replicas: int, decisions: int
         "with_reports": busy,
         "with_its_wait": answers,
         "report": reports,
-        "scrape": figures([await fleet.scrape() for _ in range(SCRAPES)]),
+        "scrape": figures([await fleet.scrape() for _ in range(50)]),
     }
 
 
 def contenders(names: Sequence[str], cells: int = 1) -> dict[str, ControllerConfig]:
     """Label -> configuration; the floor first."""
     make = partial(ControllerConfig, cells=cells, stale_after_s=LASTING_S)
-    floor = {FLOOR: make(policy="round_robin", admission=NO_ADMISSION)}
+    floor = {"floor": make(policy="round_robin", admission=NO_ADMISSION)}
     found = floor | {name: make(policy=name) for name in names or sorted(POLICIES)}
     if "slos_serve" in found:
         found[TOGETHER] = make(policy="slos_serve", admission="slos_serve")

@@ -32,9 +32,6 @@ CALLERS, AT_ONCE = 256, 64
 Ask = Callable[[RouteQuery], Awaitable[RouteDecision | None]]
 
 _TIMEOUT_S = 30.0
-_WARM_UP_S = 0.5
-_RETRY_S = 0.1
-_RESERVED_S = 0.25
 
 
 class Replicas:
@@ -54,7 +51,7 @@ class Replicas:
             while (reply := await self._client.hello(self._messages.hello(index))) is None:
                 if time.monotonic() > give_up_s:
                     raise RuntimeError("the controller did not answer a hello")
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(0.1)
             self._epochs[index] = reply.epoch
 
     async def report(self, seconds: float) -> float:
@@ -86,7 +83,7 @@ class Session:
 
     def __init__(self, label: str, config: ControllerConfig, replicas: int) -> None:
         # No replica confirms a decision here, so each counts only until a report could arrive.
-        config = config.model_copy(update={"reservation_ttl_s": _RESERVED_S})
+        config = config.model_copy(update={"reservation_ttl_s": 0.25})
         self._app_name = f"benchmark-{label.replace('_', '-')}"
         self._client = ControllerClient(self._app_name, config, _TIMEOUT_S)
         self._actor = ensure_controller(self._app_name, config)
@@ -100,7 +97,7 @@ class Session:
         query at once; ``actor_calls``: by actor calls in place of the connection."""
         await self._replicas.hello.remote()
         # The first queries are sent as actor calls, until the connection is open.
-        await self._ask(1, _WARM_UP_S, QUERIES_PER_S)
+        await self._ask(1, 0.5, QUERIES_PER_S)
         found: dict[str, Any] = {"alone": await self._ask(1, seconds, QUERIES_PER_S)}
         found["actor_calls"] = await self._ask(1, seconds, QUERIES_PER_S, self._call)
         batched = CALLERS, inf

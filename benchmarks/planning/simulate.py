@@ -33,7 +33,6 @@ from sluice.simulation.mixes import MIXES
 from sluice.simulation.traces import MAX_REQUESTS
 
 MAX_CLASSES = 16
-MAX_SHARE = 1e6
 
 _SLO_FIELDS = ("name", "ttft_ms", "tpot_ms", "tpot_anchor", "e2e_ms", "priority", "share")
 
@@ -73,7 +72,7 @@ def _number(option: str, name: str, value: str, most: float) -> float:
 
 
 def _share(option: str, name: str, value: str) -> float:
-    share = _number(option, name, value, MAX_SHARE)
+    share = _number(option, name, value, 1e6)
     if share == 0:
         raise ValueError(f"{option}: {name} must be above 0; leave the class out instead")
     return share
@@ -333,7 +332,6 @@ _BOTH = (
     "Find the sizes of a prefill and a decode pool, too, with the count of replicas that do both "
     "for comparison."
 )
-_PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -375,7 +373,9 @@ _PROCESSORS = min(os.cpu_count() or 1, MAX_JOBS)
     "--replicas", default=None, least=1, most=MAX_REPLICAS, words="This count only, no search."
 )
 @number_option("--time-limit", default=3600.0, least=1, most=7 * 86_400, words="Of it, seconds.")
-@number_option("--jobs", default=_PROCESSORS, least=1, most=MAX_JOBS, words="Processes.")
+@number_option(
+    "--jobs", default=min(os.cpu_count() or 1, MAX_JOBS), least=1, most=MAX_JOBS, words="Processes."
+)
 @click.option("--disaggregated", is_flag=True, help=_BOTH)
 @number_option(
     "--transfer-rate",

@@ -82,7 +82,7 @@ def test_the_sum_of_a_metric_is_over_all_other_labels() -> None:
 
 def outcome(sent_s: float, ttft_s: float, tpot_s: float, admission: str = "guaranteed") -> Outcome:
     slo = SLO(ttft_s=0.5, tpot_s=0.1, service_class="chat")
-    return Outcome(slo, 10, 11, sent_s, 0.0, End.ANSWERED, "", 1.0, admission, None, ttft_s, tpot_s)
+    return Outcome(slo, 10, 11, sent_s, 0.0, End.ANSWERED, "", 1.0, admission, ttft_s, tpot_s)
 
 
 def seen() -> list[Outcome]:
