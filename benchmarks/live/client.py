@@ -258,8 +258,7 @@ def stream_body(model: str, prompt: str | list[int], tokens: int, **more: Any) -
 
 def text_body(model: str, number: int, arrival: Arrival) -> Json:
     """A streamed completion with a unique prompt, for simulated engines."""
-    prompt = prompt_text(number, arrival.prompt_tokens)
-    return stream_body(model, prompt, arrival.output_tokens)
+    return stream_body(model, prompt_text(number, arrival.prompt_tokens), arrival.output_tokens)
 
 
 async def replay(
@@ -356,12 +355,7 @@ class _Request:
     _headers: Mapping[str, str]
 
     async def run(self, body: Json, exact: bool) -> None:
-        begun_s = time.monotonic()
-        await self._send(body, exact)
-        self._outcome.ended_s = self._outcome.sent_s + time.monotonic() - begun_s
-
-    async def _send(self, body: Json, exact: bool) -> None:
-        outcome = self._outcome
+        outcome, begun_s = self._outcome, time.monotonic()
         chat = "messages" in body
         url = self._url.replace("/completions", "/chat/completions") if chat else self._url
         if exact:
@@ -381,7 +375,11 @@ class _Request:
                 elif body.get("stream"):
                     await self._stream(response, expected, sent_s)
                 else:
-                    await self._whole(response, expected, sent_s)
+                    AnswerCheck(expected).whole(await response.read())
+                    took_s = time.monotonic() - sent_s
+                    outcome.tpot_s = min(outcome.slo.tpot_s or 0.0, took_s / outcome.output_tokens)
+                    outcome.ttft_s = took_s - (outcome.output_tokens - 1) * outcome.tpot_s
+                    outcome.end, outcome.reason = End.ANSWERED, ""
         except StatedError as error:
             outcome.end, outcome.reason = End.FAILED, str(error)
         except WrongAnswerError as error:
@@ -390,6 +388,7 @@ class _Request:
             # Before the response's head, no server has accepted the request.
             outcome.end = End.CUT if begun else End.FAILED
             outcome.reason = type(error).__name__
+        outcome.ended_s = outcome.sent_s + time.monotonic() - begun_s
 
     async def _stream(
         self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
@@ -415,21 +414,7 @@ class _Request:
             raise WrongAnswerError("no text")
         # Tokens without text of their own count as arrived with the last piece of text.
         meter.emit(outcome.output_tokens - meter.tokens, meter.last_token_s or last_s)
-        self._answered(outcome.ttft_s, meter.tpot_s or 0.0)
-
-    async def _whole(
-        self, response: aiohttp.ClientResponse, expected: Expected, sent_s: float
-    ) -> None:
-        AnswerCheck(expected).whole(await response.read())
-        took_s = time.monotonic() - sent_s
-        gaps = self._outcome.output_tokens - 1
-        tpot_s = min(self._outcome.slo.tpot_s or 0.0, took_s / (gaps + 1))
-        self._answered(took_s - gaps * tpot_s, tpot_s)
-
-    def _answered(self, ttft_s: float, tpot_s: float) -> None:
-        outcome = self._outcome
-        outcome.end, outcome.reason = End.ANSWERED, ""
-        outcome.ttft_s, outcome.tpot_s = ttft_s, tpot_s
+        outcome.end, outcome.reason, outcome.tpot_s = End.ANSWERED, "", meter.tpot_s or 0.0
 
 
 def _promised(slo: SLO, headers: Mapping[str, str]) -> SLO:

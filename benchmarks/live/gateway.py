@@ -326,19 +326,16 @@ def summary(runs: Sequence[Json]) -> list[Json]:
     """Each cell and system: medians over rounds; ratios within a round, as a busy moment hits it
     whole."""
     rows = []
-    for (at_once, tokens), cell in grouped(runs, "at_once", "tokens").items():
+    for cell in grouped(runs, "at_once", "tokens").values():
         systems = {name: own for (name,), own in grouped(cell, "system").items()}
         for system, own in systems.items():
-            row: Json = {"at_once": at_once, "tokens": tokens, "system": system}
+            row: Json = {name: own[0][name] for name in ("at_once", "tokens", "system")}
             row["requests"] = sum(run["requests"] for run in own)
             row["cpu_ms"] = _cpu_ms(own, row["requests"])
             for name in ("per_second", "ttft_p50_ms", "ttft_p99_ms"):
                 row[name] = round(median(run[name] for run in own), 3)
-            row["ratio"] = {
-                name: _ratio(own, systems[name])
-                for name in REFERENCES
-                if name in systems and name != system
-            }
+            bases = {name: systems[name] for name in REFERENCES if name in systems}
+            row["ratio"] = {n: _ratio(own, base) for n, base in bases.items() if n != system}
             rows.append(row)
     return rows
 

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any, Final
 
 import click
-import numpy as np
 import psutil
 from rich.table import Table
 
@@ -205,35 +204,25 @@ def _figures(runs: Sequence[report.Run]) -> Json:
         "seconds": seconds,
         "kept_by_router": report.share(by_router["kept"], by_router.total()),
         "goodput": round(kept / seconds, 3),
-        "late": {"ttft": lateness(promised, 0), "tpot": lateness(promised, 1)},
+        "late": lateness(promised),
         "others_cores": max(others_cores(run.usage) for run in runs),
     }
 
 
-def lateness(outcomes: Sequence[Outcome], objective: int) -> Json:
-    """Of missed TTFT (0) or TPOT (1): number, P50 and P95 in seconds and in objectives."""
-    late: list[tuple[float, float]] = []
-    for each in outcomes:
-        took_s, stated_s = (each.ttft_s, each.tpot_s)[objective], each.slo.columns[objective]
-        if each.end is End.ANSWERED and took_s is not None and took_s > stated_s:
-            tokens = each.output_tokens - 1 if objective else 1
-            late.append(((took_s - stated_s) * tokens, took_s / stated_s - 1))
-    late_s, times = np.array(late).reshape(-1, 2).T
-    quantiles_of = partial(report.quantiles, at=(0.5, 0.95), digits=4)
-    return {"missed": len(late), "late_s": quantiles_of(late_s), "times": quantiles_of(times)}
+def lateness(outcomes: Sequence[Outcome]) -> list[float]:
+    """P50 and P95 of late first tokens, in multiples of the TTFT."""
+    answered = [each for each in outcomes if each.end is End.ANSWERED]
+    late = [(each.ttft_s or 0.0) / each.slo.columns[0] - 1 for each in answered]
+    return report.quantiles([each for each in late if each > 0], (0.5, 0.95), 4)
 
 
 def tables(rows: Sequence[Json], capacity: float) -> list[Table]:
-    """The cells as tables: guarantees, lateness of the missed ones, and checks of the run."""
-    kept = ("sent", "guaranteed", "kept", "kept_interval", "goodput", "attained")
-    late = [
-        f"late.{at}.{name}" for at in ("ttft", "tpot") for name in ("missed", "times", "late_s")
-    ]
+    """The cells as tables: guarantees, and checks of the run."""
+    kept = ("sent", "guaranteed", "kept", "kept_interval", "goodput", "attained", "late")
     trust = ("rounds", "seconds", *(end.value for end in End if end is not End.ANSWERED))
     checks = ("late_ms", "kept", "kept_by_router", "others_cores")
-    first = f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s"
+    first = f"guarantees as their client saw them; load 1 is {capacity:.2f} requests/s; late: TTFT"
     return [
         report.table(rows, *CELL, *kept, title=first),
-        report.table(rows, *CELL, *late, title="missed guarantees: P50 / P95 of their lateness"),
         report.table(rows, *CELL, *trust, *checks, title="whether these figures can be trusted"),
     ]

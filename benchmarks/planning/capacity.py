@@ -246,7 +246,6 @@ class Run(NamedTuple):
 
     traffic: Traffic
     fleet: PlannedFleet
-    metric: metrics.TPOTMetric | None
     sizes: Sizes
     seed: int
     part: int
@@ -323,11 +322,9 @@ def play(run: Run) -> Judged:
     )
     requests, chosen = result.requests, played.judged()
     measured = metrics.stages(requests)
-    tpot_s = metrics.worst_by_request(
-        requests, measured, metrics.judged_tpot_s(requests, measured, run.metric)
-    )
+    tpot_s = metrics.worst_by_request(requests, measured, metrics.judged_tpot_s(requests, measured))
     return Judged(
-        metrics.attained(requests, measured, run.metric)[chosen],
+        metrics.attained(requests, measured)[chosen],
         np.array([key in requests.failures for key in chosen.tolist()], np.bool_),
         measured.ttft_s[requests.first_stage[:-1]][chosen],
         tpot_s[chosen],

@@ -26,7 +26,7 @@ from sluice.simulation.capacity import (
     search_pools,
 )
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.metrics import TPOTMetric, metric_name
+from sluice.simulation.metrics import metric_name
 from sluice.simulation.workload import Workload
 
 Status = Literal["reached", "not_reachable", "out_of_time"]
@@ -148,19 +148,6 @@ class PoolAnswer(Part):
         return f"Disaggregated, it needs {sizes}, {best.replicas} in all{more}: {reached}. {ideal}"
 
 
-NOT_MODELLED = (
-    "other traffic than this trace: the ranges are over drawn classes, scaling and step times only",
-    "clients that react: requests arrive when they arrived, however slow the answers are",
-    "the edge: HTTP, tokenisation and the network beyond the time of a dispatch",
-    "failures, starts, stops and updates of replicas, which need spare ones",
-    "refusals at the edge and at full replicas: everything is queued",
-    "prefixes that prompts share, unless the trace names their blocks",
-    "step times beyond what the latency profile holds and "
-    f"{capacity.NOISE:.0%} of noise: interference, garbage collection, clock changes",
-    "speculative decoding, and models of several engines",
-)
-
-
 def _traffic_facts(workload: Workload) -> Json:
     """What arrived; ``rate`` is ``None`` if all came at once."""
     return {
@@ -220,7 +207,6 @@ class CapacityReport(Part):
         default=None, description="The same with prefill and decode apart, where that was asked."
     )
     method: str = METHOD
-    not_modelled: tuple[str, ...] = NOT_MODELLED
 
     @property
     def best(self) -> CapacityPoint | None:
@@ -269,7 +255,7 @@ class CapacityReport(Part):
         return text
 
     def show(self) -> None:
-        """Print the setting, the curve, the classes at the answer, and what is left out."""
+        """Print the setting, the curve and the classes at the answer."""
         console = wide_console()
         for line in self._setting():
             console.print(line, highlight=False, markup=False)
@@ -280,9 +266,7 @@ class CapacityReport(Part):
         best = self.best
         if best is not None and len(best.classes) > 1:
             print_table(_classes(best), console)
-        console.print("Not modelled:", highlight=False)
-        for words in self.not_modelled:
-            console.print(f"- {words}", highlight=False, markup=False)
+        console.print("docs/simulate.md says what is not modelled.", highlight=False)
         console.print(self.answer(), highlight=False, markup=False, style="bold")
 
     def _setting(self) -> list[str]:
@@ -372,12 +356,11 @@ def _words(each: Json) -> str:
 
 
 class Question(NamedTuple):
-    """The count of replicas up to ``most`` at which ``target`` attain by ``metric`` (``None``: each
-    class's anchor), or what ``only`` this count attains."""
+    """The count of replicas up to ``most`` at which ``target`` attain, or what ``only`` this count
+    attains."""
 
     traffic: capacity.Traffic
     fleet: capacity.PlannedFleet
-    metric: TPOTMetric | None
     target: float
     most: int
     only: int | None
@@ -403,7 +386,7 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
         searched=question.only is None,
         target=question.target,
         max_replicas=question.most,
-        tpot_metric=metric_name(question.metric, [each.slo for each in question.traffic.classes]),
+        tpot_metric=metric_name(None, [each.slo for each in question.traffic.classes]),
         traffic=_traffic_facts(workload),
         classes=_class_facts(question.traffic.classes),
         fleet=_fleet_facts(question.fleet),
@@ -426,7 +409,7 @@ def _trial(
 ) -> list[capacity.Measured]:
     traffic, parts = question.traffic, range(question.traffic.parts)
     runs = [
-        capacity.Run(traffic, question.fleet, question.metric, sizes, seed, part, stop_at_s)
+        capacity.Run(traffic, question.fleet, sizes, seed, part, stop_at_s)
         for seed in question.seeds
         for part in parts
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -28,7 +27,6 @@ from sluice.scheduling.latency.profile import LatencyProfile
 from sluice.simulation.capacity import MAX_REPLICAS
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import StuckError
-from sluice.simulation.metrics import TPOTMetric
 from sluice.simulation.mixes import MIXES
 from sluice.simulation.traces import MAX_REQUESTS
 
@@ -180,7 +178,6 @@ def fleet_of(
     config: SluiceConfig,
     model: LatencyModel,
     policy: str | None,
-    policy_options: str | None,
     router: str | None,
     limits: Mapping[str, int | None],
 ) -> PlannedFleet:
@@ -190,14 +187,7 @@ def fleet_of(
     name = policy or engine.policy
     routed = router or controller.policy
     options = dict(engine.policy_options) if name == engine.policy else {}
-    options |= _object("--policy-options", policy_options)
     routing_options = dict(controller.policy_options) if routed == controller.policy else {}
-    try:
-        batching.make_policy(name, options)
-        routing.make_policy(routed, routing_options)
-    except ValidationError as error:
-        known = ", ".join(batching.POLICIES[name].Options.model_fields) or "none"
-        raise ValueError(f"{name}: {_problems(error)}; its options: {known}") from None
     given = {field: value for field, value in limits.items() if value is not None}
     return PlannedFleet(
         model,
@@ -237,30 +227,12 @@ def _checked(kind: type[M], values: Mapping[str, Any]) -> M:
         raise ValueError(_problems(error)) from None
 
 
-def _object(option: str, text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f'{option}: must be a JSON object such as {{"name": 1}}, got {text!r}')
-    return found
-
-
 NO_ANSWER = 3
 """Exit code where no count of replicas was found that holds the target."""
 
 MAX_JOBS = 256
 MAX_WINDOW_S = 86_400.0
 
-_METRICS = {
-    "mean": TPOTMetric.MEAN,
-    "max": TPOTMetric.RUNNING_MAX,
-    "window": TPOTMetric.WINDOW,
-    "envelope": TPOTMetric.ENVELOPE,
-}
 _LIMITS = ("kv_blocks", "block_tokens", "max_batch_tokens", "max_sequences")
 
 
@@ -284,7 +256,7 @@ def _question(**given: Any) -> Question:
     if disaggregated and only is not None:
         raise ValueError("--replicas and --disaggregated contradict each other: one is a search")
     model = latency_of(config, given["profile"], given["latency"])
-    policies = given["policy"], given["policy_options"], given["router"]
+    policies = given["policy"], given["router"]
     fleet = fleet_of(config, model, *policies, {name: given[name] for name in _LIMITS})
     cluster = fleet.cluster.model_copy(update={"transfer_tokens_per_s": given["transfer_rate"]})
     windows = None
@@ -295,7 +267,6 @@ def _question(**given: Any) -> Question:
     return Question(
         Traffic(trace or mix, given["requests"], *scale, classes, windows),
         fleet._replace(cluster=cluster),
-        None if given["metric"] is None else _METRICS[given["metric"]],
         given["target"],
         most if only is None else only,
         only,
@@ -324,10 +295,6 @@ _LATENCY = (
     "Latency in place of a profile, seconds: a a step, b a new token, c a context token, d a pair "
     "of tokens."
 )
-_TPOT = (
-    "Which TPOT is judged: a request's mean, its running maximum, 10-token windows, or every "
-    "token's deadline. By default each class's tpot_anchor."
-)
 _BOTH = (
     "Find the sizes of a prefill and a decode pool, too, with the count of replicas that do both "
     "for comparison."
@@ -352,7 +319,6 @@ _BOTH = (
 @click.option("--profile", type=_FILE, help="Latency profile that a replica keeps.")
 @click.option("--latency", metavar="a=..,b=..,c=..,d=..", help=_LATENCY)
 @click.option("--policy", type=click.Choice(sorted(batching.POLICIES)), help="Batch policy.")
-@click.option("--policy-options", metavar="JSON", help="Its options, an object.")
 @click.option("--routing", "router", type=click.Choice(sorted(routing.POLICIES)))
 @number_option("--kv-blocks", default=None, least=1, most=100_000_000, words="Of a replica.")
 @number_option("--block-tokens", default=None, least=1, most=4096, words="Tokens of a KV block.")
@@ -365,7 +331,6 @@ _BOTH = (
     type=NumberRange(0, 1, min_open=True),
     help="Share of the requests that must meet every objective.",
 )
-@click.option("--tpot-metric", "metric", type=click.Choice(tuple(_METRICS)), help=_TPOT)
 @number_option("--seeds", default=3, least=1, most=100)
 @number_option("--first-seed", default=1, least=0, most=2**31)
 @number_option("--max-replicas", default=64, least=1, most=MAX_REPLICAS, words="To try.")

@@ -9,7 +9,6 @@ from click.testing import CliRunner, Result
 from rich.progress import Progress
 
 from sluice.benchmarks.planning.search import (
-    NOT_MODELLED,
     CapacityReport,
     Question,
     Range,
@@ -60,7 +59,6 @@ def test_the_answer_comes_with_the_curve_and_its_setting(trace: Path) -> None:
     assert found.traffic["requests"] == 100
     assert found.traffic["scaling"] == "as recorded"
     assert found.fleet["latency_coefficients"] == [0.05, 5e-5, 0.0, 0.0]
-    assert found.not_modelled == NOT_MODELLED
     # One seed gives no range, and a request of one token has no TPOT.
     alone = report(trace, *ONE_EACH, *IN_TIME, "--seeds", "1").points[0]
     assert alone.attainment.half_width is None
@@ -84,13 +82,13 @@ def test_a_published_mix_takes_the_place_of_a_trace_and_of_objectives(trace: Pat
 
 def test_tables_say_what_was_asked_and_what_is_left_out(trace: Path) -> None:
     twice = ["--slo", "name=chat,ttft_ms=115,share=3", "--slo", "name=bulk,e2e_ms=60000"]
-    result = simulate(trace, *ONE_EACH, *twice, "--rate-scale", "0.5", "--tpot-metric", "max")
+    result = simulate(trace, *ONE_EACH, *twice, "--rate-scale", "0.5")
     assert result.exit_code == 0, result.output
     for words in (
         "thinned to a share of 0.5",
         "chat 75% (TTFT 115 ms, priority 1); bulk 25% (E2E 60000 ms, priority 1)",
-        "TPOT: running_max",
-        "Not modelled:",
+        "TPOT: mean",
+        "what is not modelled",
         "Classes with",
         "The target of 95.00% needs",
     ):
@@ -144,7 +142,7 @@ def test_an_answer_that_the_seeds_do_not_settle_says_so(trace: Path) -> None:
 
 def test_without_time_there_is_no_answer(trace: Path) -> None:
     run = one_run(trace, 1)
-    question = Question(run.traffic, run.fleet, run.metric, 0.95, 8, None, True, (1, 2), 0.0, 1)
+    question = Question(run.traffic, run.fleet, 0.95, 8, None, True, (1, 2), 0.0, 1)
     found = answered(question, Progress(disable=True))
     assert (found.status, found.replicas, found.points) == ("out_of_time", None, ())
     pools = found.disaggregated
@@ -267,9 +265,6 @@ def test_a_profile_of_a_replica_gives_the_latency(trace: Path, tmp_path: Path) -
         ([*IN_TIME, "--latency", "a=-1,b=0"], "a must be a number from 0 to 1000, got '-1'"),
         ([*IN_TIME, "--latency", "a=1,b=1,k1=1"], "wrong or missing: k1"),
         ([*IN_TIME, "--latency", "family=cubic,a=1"], "unknown family 'cubic'; known: linear"),
-        ([*ONE_EACH, *IN_TIME, "--policy-options", "{"], "--policy-options: is not JSON"),
-        ([*ONE_EACH, *IN_TIME, "--policy-options", "[1]"], "must be a JSON object"),
-        ([*ONE_EACH, *IN_TIME, "--policy-options", '{"eta": 1}'], "its options: none"),
         ([*ONE_EACH, *IN_TIME, "--max-batch-tokens", "8"], "must be at least one block"),
         ([*ONE_EACH, *IN_TIME, "--target", "1.5"], "1.5 is not in the range"),
         ([*ONE_EACH, *IN_TIME, "--target", "0"], "0 is not in the range"),
