@@ -241,4 +241,4 @@ def _report(found: dict[str, Json], conditions: dict[str, str]) -> Report:
     ranges = "95 % over requests of a share (Wilson), min and max over rounds of a ratio"
     setting = "; ".join(f"{what}: {words}" for what, words in conditions.items())
     said = "gpu", "this command", question, setting, ranges, "sluice bench gpu"
-    return Report(*said, tables, (), [{"part": name, **each} for name, each in found.items()])
+    return Report(*said, tables, [{"part": name, **each} for name, each in found.items()])

@@ -463,8 +463,9 @@ def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
     def attainment(pools: Pools) -> float:
         prefillers, decoders = pools
         done = trial(capacity.Sizes(0, *pools), f"{prefillers} prefill, {decoders} decode")
-        sizes = {"replicas": sum(pools), "prefillers": prefillers, "decoders": decoders}
-        points[pools] = PoolPoint(**sizes, **_figures_of(done))
+        points[pools] = PoolPoint(
+            replicas=sum(pools), prefillers=prefillers, decoders=decoders, **_figures_of(done)
+        )
         return _mean(points[pools])
 
     try:
