@@ -20,13 +20,6 @@ from sluice.benchmarks.experiments.grid import (
     Scaled,
     first,
 )
-from sluice.benchmarks.experiments.loads import (
-    QUICK,
-    Make,
-    Search,
-    Span,
-    Sweep,
-)
 from sluice.benchmarks.experiments.systems import DEFAULT, Contender, Kind, Setup, Suspending
 from sluice.simulation.config import EngineConfig
 from sluice.simulation.generators import LengthDistribution
@@ -47,7 +40,7 @@ SETTING = (
     "its steps. A pass stops before its next operator; a suspension costs 1.3 ms and a check "
     "0.32 us, both measured on a CPU. "
 )
-SPAN = Span(120.0, 150, 500)
+SPAN = loads.Span(120.0, 150, 500)
 PAPER = SuspensionConfig(depth=WHOLE, chunk_tokens=WHOLE, batch_tokens=4_096)
 """As in the paper: prompts are not split, and the number of suspended prefills is unlimited."""
 
@@ -66,7 +59,7 @@ def _mix(scale: float, setup: Setup, rate: float, requests: int, seed: int) -> W
     return flowprefill(MODELS[setup.name], rate, requests, seed, scale)
 
 
-def mix(scale: float) -> Make:
+def mix(scale: float) -> loads.Make:
     """The paper's tasks with the objectives of the setup's model times ``scale``."""
     return partial(_mix, scale)
 
@@ -90,7 +83,9 @@ def setup_of(name: str) -> Setup:
     return setup._replace(engine=EngineConfig(kv_blocks=32_768), believed=setup.truth)
 
 
-def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> Mapping[str, float]:
+def tightest(
+    seed: int, policy: Kind, setup: Setup, load: float, span: loads.Span
+) -> Mapping[str, float]:
     """The lowest factor on the objectives at which 90 % attain; infinite above 20."""
     rate = load * loads.full_load_rate(mix(1.0), setup)
 
@@ -98,7 +93,7 @@ def tightest(seed: int, policy: Kind, setup: Setup, load: float, span: Span) -> 
         case = loads.Conditions(mix(1.0 / strictness), setup)
         return loads.measure(policy, seed, case, rate, span.requests(rate))[FIGURE]
 
-    found = Search(FIGURE).loads(attainment)[0.9]
+    found = loads.Search(FIGURE).loads(attainment)[0.9]
     return {"tightest": 1.0 / found if found else inf}
 
 
@@ -119,7 +114,7 @@ Shown = tuple[str, str, int]
 class Part(NamedTuple):
     """One grid of an experiment, whose cells are labelled with it, and its tables."""
 
-    grid: Sweep | Product
+    grid: loads.Sweep | Product
     tables: Sequence[Pivot]
 
 
@@ -128,13 +123,13 @@ def _part(
     title: str,
     kinds: Sequence[Kind],
     figures: Sequence[Shown],
-    at: Sequence[float | Search] = BELOW,
-    made: Mapping[Any, Make] = MIX,
+    at: Sequence[float | loads.Search] = BELOW,
+    made: Mapping[Any, loads.Make] = MIX,
     setups: Sequence[Setup] = (SETUP,),
     down: Sequence[str] = ("workload", "policy"),
     across: str = "load",
 ) -> Part:
-    sweep = Sweep(
+    sweep = loads.Sweep(
         workloads=made, kinds=kinds, loads=at, span=SPAN, setups=setups, labels={"part": name}
     )
     return Part(sweep, _tables(name, title, figures, down, across))
@@ -152,12 +147,14 @@ def _tables(
 def _goodput(title: str, kinds: Sequence[Kind], *setups: Setup) -> Part:
     figure = "rate_0.9", "goodput at 90 %, requests/s", 2
     down = "workload", "setup"
-    return _part("goodput", title, kinds, [figure], (Search(FIGURE),), MIX, setups, down, "policy")
+    return _part(
+        "goodput", title, kinds, [figure], (loads.Search(FIGURE),), MIX, setups, down, "policy"
+    )
 
 
 def _tightest(title: str, kinds: Sequence[Kind], load: float, setups: Mapping[str, Setup]) -> Part:
     axes: Axes = {"setup": first(setups), "policy": kinds}
-    fixed = {"load": load, "span": Scaled(QUICK, SPAN)}
+    fixed = {"load": load, "span": Scaled(loads.QUICK, SPAN)}
     figure = "tightest", f"lowest SLO scale at which 90 % attain, load {load:g}", 2
     return Part(
         Product(tightest, axes, fixed, {"part": "tightest", "workload": "generated"}),

@@ -19,18 +19,7 @@ from sluice.scheduling.fleet.rows import RESERVED, TOKENS, WAITING, requests_at
 from sluice.scheduling.fleet.rows import RUNNING as RUNNING_THERE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import Registry
-from sluice.scheduling.request.kernels import (
-    COMPUTED,
-    DECODE_CONTEXT,
-    DECODE_SEQUENCE,
-    EMITTED,
-    EXPECTED,
-    PENDING,
-    PRIORITY,
-    Floats,
-    is_prefill,
-    pending_work_s,
-)
+from sluice.scheduling.request import kernels
 from sluice.scheduling.request.queue import QueueView
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
@@ -51,7 +40,7 @@ class SarathiPriority(Sarathi):
         """Decodes, then prefills, each by priority, up to the token budget."""
         table = queue.table
         # The rows are in order of arrival and the sort is stable.
-        order = np.lexsort((-table[:, PRIORITY], is_prefill(table)))
+        order = np.lexsort((-table[:, kernels.PRIORITY], kernels.is_prefill(table)))
         batch.take(order, tokens=self.options.token_budget)
 
 
@@ -67,18 +56,22 @@ class SJF(Sarathi):
         self, batch: BatchBuilder, queue: QueueView, now_s: float, latency: LatencyModel
     ) -> None:
         """Fill up to the token budget, the shortest first."""
-        left_s = pending_work_s(queue.table, latency.pieces)
+        left_s = kernels.pending_work_s(queue.table, latency.pieces)
         left_s += later_work_s(queue.table, latency.pieces)
         batch.take(np.argsort(left_s, kind="stable"), tokens=self.options.token_budget)
 
 
-def later_work_s(table: Floats, pieces: Floats) -> Floats:
+def later_work_s(table: kernels.Floats, pieces: kernels.Floats) -> kernels.Floats:
     """Per row, the marginal time of the output after its next token; 0 without a prediction."""
-    tokens = np.nan_to_num(np.maximum(table[:, EXPECTED] - table[:, EMITTED] - 1, 0.0))
+    tokens = np.nan_to_num(
+        np.maximum(table[:, kernels.EXPECTED] - table[:, kernels.EMITTED] - 1, 0.0)
+    )
     # The steps' contexts grow by one each, so the mean one stands for all.
-    context = table[:, COMPUTED] + table[:, PENDING] + (tokens - 1) / 2
-    per_token_s = pieces[:, DECODE_SEQUENCE, None] + pieces[:, DECODE_CONTEXT, None] * context
-    work: Floats = tokens * per_token_s.max(axis=0)
+    context = table[:, kernels.COMPUTED] + table[:, kernels.PENDING] + (tokens - 1) / 2
+    per_token_s = (
+        pieces[:, kernels.DECODE_SEQUENCE, None] + pieces[:, kernels.DECODE_CONTEXT, None] * context
+    )
+    work: kernels.Floats = tokens * per_token_s.max(axis=0)
     return work
 
 
@@ -105,7 +98,9 @@ class DEDF(SEDF):
         super().__init__(options)
         self._late_last = options.late == "last"
 
-    def _first(self, due_s: Floats, now_s: float, ttft_s: Floats) -> NDArray[np.bool_]:
+    def _first(
+        self, due_s: kernels.Floats, now_s: float, ttft_s: kernels.Floats
+    ) -> NDArray[np.bool_]:
         """Which prefills rank first, by deadline: the ones that are not late yet, or all."""
         first: NDArray[np.bool_] = (due_s >= now_s) | (not self._late_last)
         return first

@@ -153,7 +153,7 @@ class Run(NamedTuple):
 
 def figures(runs: Sequence[Run]) -> Json:
     """The figures of runs: those of ``of_class``; ``goodput``: requests that met all objectives per
-    second of arrivals; ``lost``: neither whole nor an error."""
+    second of arrivals."""
     outcomes = [each for run in runs for each in run.outcomes]
     classes = by_class(outcomes, AT)
     every = classes.pop("all")
@@ -175,21 +175,17 @@ def figures(runs: Sequence[Run]) -> Json:
         "goodput": round(len(good) / seconds, 3),
         "goodput_tokens": round(sum(each.output_tokens for each in good) / seconds, 1),
         "tokens": round(sum(each.output_tokens for each in answered) / sum(map(max, ends_s)), 1),
-        "lost": every[End.SILENT] + every[End.CUT],
         "late_ms": milliseconds([each.late_s for each in outcomes], (0.5, 0.99, 1.0)),
         **_used([run.usage for run in runs]),
     }
 
 
 def _used(usages: Sequence[Usage]) -> Json:
-    kinds = sorted({kind for usage in usages for kind in usage.kinds})
-    by_kind = {kind: [each.kinds[kind] for each in usages if kind in each.kinds] for kind in kinds}
-    cpu_s = {kind: sum(each.cpu_s for each in own) / len(usages) for kind, own in by_kind.items()}
+    every = [own for usage in usages for own in usage.kinds.items()]
+    engines = [used for kind, used in every if kind == CORES]
     return {
-        "cores": {kind: round(fmean(x.cores for x in own), 3) for kind, own in by_kind.items()},
-        "memory_mib": {kind: max(each.memory_mib for each in own) for kind, own in by_kind.items()},
-        "cpu_s": round(sum(cpu_s.values()), 2),
-        "engine_cpu_s": round(cpu_s.get(CORES, 0.0), 2),
+        "cpu_s": round(sum(used.cpu_s for _, used in every) / len(usages), 2),
+        "engine_cpu_s": round(sum(used.cpu_s for used in engines) / len(usages), 2),
         "busy": round(fmean(each.machine_busy for each in usages), 3),
     }
 

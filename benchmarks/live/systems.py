@@ -140,23 +140,7 @@ def until(done: Callable[[], bool], limit_s: float, stop: threading.Event) -> bo
     return True
 
 
-# Applications that benchmarks serve: their configuration, with simulated engines, and the counters
-# on their page of metrics.
-#
-# Client, cluster and engines share the machine, so simulated engines are slow: steps of tens of
-# milliseconds, which cost no processor time. Objectives are longer in proportion.
-
-ENGINE: Final[dict[str, Any]] = {
-    "step_s": 0.06,
-    "token_s": 0.0005,
-    "context_token_s": 1e-7,
-    "kv_blocks": 4096,
-    "block_tokens": 16,
-    "max_model_tokens": 8192,
-    "max_batch_tokens": 2048,
-    "max_sequences": 64,
-}
-"""The simulated engine: about 70B on two older GPUs; none of it was measured."""
+# Applications that benchmarks serve: their configuration, and the counters on their metrics page.
 
 
 def simulated(

@@ -233,20 +233,13 @@ class PlannedFleet(NamedTuple):
     headroom: float
 
 
-class Sizes(NamedTuple):
-    """Replicas that do both phases of a request, that prefill, and that decode."""
-
-    both: int = 0
-    prefillers: int = 0
-    decoders: int = 0
-
-
 class Run(NamedTuple):
-    """One simulated run; ``stop_at_s`` is on the host's monotonic clock."""
+    """One simulated run with these replicas by role, as a :class:`ClusterConfig` names them;
+    ``stop_at_s`` is on the host's monotonic clock."""
 
     traffic: Traffic
     fleet: PlannedFleet
-    sizes: Sizes
+    sizes: Mapping[str, int]
     seed: int
     part: int
     stop_at_s: float
@@ -296,8 +289,6 @@ class Measured(NamedTuple):
 def play(run: Run) -> Judged:
     """Simulate ``run``; raises :class:`OutOfTimeError`, or :class:`StuckError`."""
     played, fleet = run.traffic.played(run.seed, run.part), run.fleet
-    both, prefillers, decoders = run.sizes
-    counts = {"replicas": both, "prefillers": prefillers, "decoders": decoders}
 
     def in_time(*_: object) -> None:
         if time.monotonic() >= run.stop_at_s:
@@ -317,7 +308,7 @@ def play(run: Run) -> Judged:
         Truth(fleet.model, NOISE),
         Belief(fleet.model.with_headroom(fleet.headroom)),
         fleet.engine,
-        fleet.cluster.model_copy(update=counts),
+        fleet.cluster.model_copy(update=dict(run.sizes)),
         seed=played.seed,
     )
     requests, chosen = result.requests, played.judged()

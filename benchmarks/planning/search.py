@@ -396,7 +396,7 @@ def answered(question: Question, progress: Progress) -> CapacityReport:
     )
 
 
-Trial = Callable[[capacity.Sizes, str], list[capacity.Measured]]
+Trial = Callable[[Mapping[str, int], str], list[capacity.Measured]]
 
 
 def _trial(
@@ -404,7 +404,7 @@ def _trial(
     progress: Progress,
     play_all: Callable[[Sequence[capacity.Run]], Iterator[capacity.Judged]],
     stop_at_s: float,
-    sizes: capacity.Sizes,
+    sizes: Mapping[str, int],
     words: str,
 ) -> list[capacity.Measured]:
     traffic, parts = question.traffic, range(question.traffic.parts)
@@ -435,7 +435,7 @@ def _colocated(
     status: Status = "out_of_time"
 
     def attainment(replicas: int) -> float:
-        done = trial(capacity.Sizes(replicas), f"{replicas} replicas")
+        done = trial({"replicas": replicas}, f"{replicas} replicas")
         points[replicas] = CapacityPoint(replicas=replicas, **_figures_of(done))
         return _mean(points[replicas])
 
@@ -462,7 +462,8 @@ def _pools(question: Question, workload: Workload, trial: Trial) -> PoolAnswer:
 
     def attainment(pools: Pools) -> float:
         prefillers, decoders = pools
-        done = trial(capacity.Sizes(0, *pools), f"{prefillers} prefill, {decoders} decode")
+        sizes = {"replicas": 0, "prefillers": prefillers, "decoders": decoders}
+        done = trial(sizes, f"{prefillers} prefill, {decoders} decode")
         points[pools] = PoolPoint(
             replicas=sum(pools), prefillers=prefillers, decoders=decoders, **_figures_of(done)
         )

@@ -18,7 +18,6 @@ from sluice.benchmarks.planning.capacity import (
     Played,
     Run,
     SharedClass,
-    Sizes,
     Traffic,
     Windows,
     play,
@@ -121,7 +120,7 @@ def measure(run: Run) -> Measured:
 def run(trace: Path, replicas: int, seed: int = 1, stop_at_s: float = inf) -> Run:
     shared = (SharedClass(CHAT, 3.0), SharedClass(BATCH, 1.0))
     traffic = Traffic(trace, 200, 1.0, 1.0, shared)
-    return Run(traffic, FLEET, Sizes(replicas), seed, 0, stop_at_s)
+    return Run(traffic, FLEET, {"replicas": replicas}, seed, 0, stop_at_s)
 
 
 def test_requests_are_drawn_into_classes_by_share(trace: Path) -> None:
@@ -228,7 +227,7 @@ def test_windows_without_a_request_are_an_error(tmp_path: Path) -> None:
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     traffic = of_day(path, Windows(2, 1.0, 0.0))
     with pytest.raises(ValueError, match="no request of the trace comes in any of the windows"):
-        measure(Run(traffic, FLEET, Sizes(1), 3, 0, inf))
+        measure(Run(traffic, FLEET, {"replicas": 1}, 3, 0, inf))
 
 
 def test_windows_measure_what_the_whole_trace_does(tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_windows_measure_what_the_whole_trace_does(tmp_path: Path) -> None:
 
     def attainment(windows: Windows | None) -> float:
         traffic = Traffic(path, 4_000, 1.0, 1.0, shared, windows)
-        return measure(Run(traffic, FLEET, Sizes(4), 1, 0, inf)).whole["attainment"]
+        return measure(Run(traffic, FLEET, {"replicas": 4}, 1, 0, inf)).whole["attainment"]
 
     whole = attainment(None)
     assert 0.3 < whole < 0.4
