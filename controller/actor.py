@@ -483,10 +483,10 @@ class Controller:
         quotes, seen_s = self._placer.quotes, (ending.ttft_s, ending.tpot_s, ending.e2e_s)
         judged_s = ending.judged_s or seen_s
         if ending.outcome == "ok":
-            quotes.ended(name, seen_s, now_s)
+            quotes.ended(name, seen_s)
             self._calibration.ended(name, *judged_s, now_s)
         elif ending.outcome == "cancelled":
-            quotes.ended(name, (ending.ttft_s, None, None), now_s)
+            quotes.ended(name, (ending.ttft_s, None, None))
             self._calibration.ended(name, judged_s[0], None, None, now_s)
         else:
             quotes.ended(name, None)

@@ -199,7 +199,7 @@ class VirtualMirror:
         now_s: float,
     ) -> None:
         """Learn the margins, and the output lengths of its class, from a request that has ended."""
-        self.quotes.ended(key, observed, now_s)
+        self.quotes.ended(key, observed)
         if self.calibration is None:
             return
         if observed is None:

@@ -160,15 +160,11 @@ class Requests:
 
     def degrade(self, key: int, slo: SLO, tokens: int) -> None:
         """A request without stages is served with this objective, and at most ``tokens``."""
-        stage = self.first_stage[key]
-        arrival = self.arrivals[key]
-        tokens = min(tokens, arrival.output_tokens)
-        self.arrivals[key] = arrival._replace(slo=slo, output_tokens=tokens)
-        self.slos[key] = self.stage_slos[stage] = slo
-        self.stage_tokens[stage] = self.private[key, TARGET] = tokens
-        row = self.rows[key]
-        row[[TTFT, TPOT, E2E]] = slo.columns[:3]
-        row[EXPECTED] = np.fmin(row[EXPECTED], tokens)
+        self.restate(key, slo)
+        tokens = min(tokens, self.arrivals[key].output_tokens)
+        self.arrivals[key] = self.arrivals[key]._replace(output_tokens=tokens)
+        self.stage_tokens[self.first_stage[key]] = self.private[key, TARGET] = tokens
+        self.rows[key, EXPECTED] = np.fmin(self.rows[key, EXPECTED], tokens)
 
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""

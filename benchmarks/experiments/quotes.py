@@ -3,21 +3,13 @@ take up?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import nan
 
 import numpy as np
 
 from sluice.benchmarks.experiments import systems
-from sluice.benchmarks.experiments.grid import (
-    Experiment,
-    Lines,
-    Product,
-    Rows,
-    Scaled,
-    first,
-    means,
-)
+from sluice.benchmarks.experiments.grid import Experiment, Product, Scaled, first, means
 from sluice.benchmarks.experiments.loads import GENERATED, QUICK, Conditions, Make, Span
 from sluice.benchmarks.experiments.systems import (
     ADMISSION,
@@ -27,71 +19,58 @@ from sluice.benchmarks.experiments.systems import (
     System,
     colocated,
 )
-from sluice.benchmarks.report import Table
 from sluice.scheduling.placement.quotes import LEVELS
 from sluice.scheduling.request.objective import OBJECTIVES
 from sluice.simulation.metrics import TPOTMetric, attained, stages
-from sluice.simulation.requests import Requests
 
 REPLICAS, SETUP = 2, SETUPS["8b"]
 
 LEARNED: float = 0.2
 """This first part of a run's requests teaches, and does not count."""
 
-COVERED = {
-    f"{name}_{100 * level:g}": (f"{name} {level:g}", 3) for name in OBJECTIVES for level in LEVELS
-}
+Times = Sequence[float]
 
 
-def cover(requests: Requests) -> dict[str, float]:
-    """The share of the requests of which each quoted time was at least what it became."""
-    measured = stages(requests)
-    arrived_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
-    last_s = requests.emitted_s[requests.offsets[requests.first_stage[1:]] - 1]
-    seen = measured.ttft_s, measured.tpot_s[TPOTMetric.MEAN], last_s - arrived_s
-    keys = [key for key, times in requests.quoted.items() if times]
-    keys = [key for key in keys if key >= LEARNED * len(requests)]
+def cover(pairs: Iterable[tuple[Times, Sequence[Times]]]) -> dict[str, float]:
+    """Of requests, each with its times by objective and what was quoted at the levels: the shares
+    within what was quoted. A time of 0 or less was not seen."""
     found = {}
+    pairs = list(pairs)
     for place, name in enumerate(OBJECTIVES):
-        took_s = seen[place][keys]
-        quoted_s = np.array([requests.quoted[key][place] for key in keys]).reshape(-1, len(LEVELS))
-        known = took_s > 0.0  # neither unanswered nor a single token
-        for level, times_s in zip(LEVELS, quoted_s.T, strict=True):
-            below = took_s[known] <= times_s[known]
-            found[f"{name}_{100 * level:g}"] = float(below.mean()) if len(below) else nan
+        known = [(seen[place], quoted[place]) for seen, quoted in pairs if seen[place] > 0.0]
+        for number, level in enumerate(LEVELS):
+            within = [seen <= quoted[number] for seen, quoted in known]
+            found[f"{name}_{100 * level:g}"] = float(np.mean(within)) if within else nan
     return found
 
 
-def measure_cover(seed: int, workload: Make, load: float, span: Span) -> Mapping[str, float]:
-    """Every request is quoted, and then sent."""
-    layout = colocated(REPLICAS, quotes=True)
-    rate = load * Conditions(workload, SETUP, layout).full_rate
-    made = workload(SETUP, rate, span.requests(rate), seed)
-    system = System(ROUTER, DEFAULT, ADMISSION, "reject")
-    return cover(systems.run_cluster(made, system, SETUP, layout, seed).result.requests)
-
-
-def measure_offers(
+def measure(
     seed: int, workload: Make, load: float, accepting: float, span: Span
 ) -> Mapping[str, float]:
-    """``taken``: offers taken up, ``held``: promised ones; shares of all requests: ``as_stated``:
-    promised and kept as first stated, ``kept``: also as offered; ``later``: median TTFT of the
-    offers over the stated one."""
-    layout = colocated(REPLICAS, accepting=accepting)
+    """Every request is quoted, and then sent. ``taken``: offers taken up, ``held``: promised ones;
+    shares of all requests: ``as_stated``: promised and kept as first stated, ``kept``: also as
+    offered; ``later``: median TTFT of the offers over the stated one."""
+    layout = colocated(REPLICAS, quotes=True, accepting=accepting)
     rate = load * Conditions(workload, SETUP, layout).full_rate
     made = workload(SETUP, rate, span.requests(rate), seed)
     system = System(ROUTER, DEFAULT, ADMISSION, "reject")
     requests = systems.run_cluster(made, system, SETUP, layout, seed).result.requests
-    kept = attained(requests, stages(requests), TPOTMetric.MEAN) & ~np.isnan(requests.promised_s)
+    measured = stages(requests)
+    kept = attained(requests, measured, TPOTMetric.MEAN) & ~np.isnan(requests.promised_s)
     taken = [each.key for each in requests.retries]
     stated = np.ones(len(requests), np.bool_)
     stated[taken] = False
-    later = [
-        requests.arrivals[key].slo.columns[0] / made.arrivals[key].slo.columns[0]
-        for key in taken
-        if made.arrivals[key].slo.ttft_s is not None
-    ]
+    objectives = [(requests.arrivals[key].slo, made.arrivals[key].slo) for key in taken]
+    later = [own.ttft_s / was.ttft_s for own, was in objectives if own.ttft_s and was.ttft_s]
+    last_s = requests.emitted_s[requests.offsets[requests.first_stage[1:]] - 1]
+    arrived_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
+    seen = np.nan_to_num(
+        [measured.ttft_s, measured.tpot_s[TPOTMetric.MEAN], last_s - arrived_s], nan=-1.0
+    ).T
+    pairs = requests.quoted.items()
+    learned = LEARNED * len(requests)
     return {
+        **cover((seen[key], times) for key, times in pairs if times and key >= learned),
         "taken": float(len(taken)),
         "held": float(np.mean([each.promised for each in requests.retries])) if taken else nan,
         "later": float(np.median(later)) if later else nan,
@@ -100,13 +79,8 @@ def measure_offers(
     }
 
 
-def _of(figure: str, table: Lines) -> Callable[[Rows], Table]:
-    """The table of the rows with a figure."""
-    return lambda rows: table([row for row in rows if figure in row])
-
-
 WORKLOADS = {name: GENERATED[name] for name in ("proserve sharegpt", "chat and code")}
-SPAN = {"span": Scaled(QUICK, Span(200.0, 1_000, 4_000))}
+DOWN = "workload", "load", "accepting"
 
 EXPERIMENT = Experiment(
     "quotes",
@@ -118,36 +92,31 @@ EXPERIMENT = Experiment(
     "second.",
     grids=[
         Product(
-            measure_cover, {"workload": first(WORKLOADS), "load": first((0.7, 1.0, 1.3))}, SPAN
-        ),
-        Product(
-            measure_offers,
+            measure,
             {
                 "workload": first(WORKLOADS),
-                "load": first((1.2, 1.5)),
+                "load": first((0.7, 1.0, 1.3, 1.5)),
                 "accepting": (0.0, 0.3, 1.0),
             },
-            SPAN,
+            {"span": Scaled(QUICK, Span(200.0, 1_000, 4_000))},
         ),
     ],
     tables=(
-        _of(
-            "ttft_50",
-            means("Share of the requests within each quoted time", ("workload", "load"), COVERED),
+        means(
+            "Share of the requests within each quoted time",
+            DOWN,
+            {f"{o}_{100 * level:g}": (f"{o} {level:g}", 3) for o in OBJECTIVES for level in LEVELS},
         ),
-        _of(
-            "taken",
-            means(
-                "Offers that are taken up, and what they cost the others",
-                ("workload", "load", "accepting"),
-                {
-                    "taken": ("taken up", 0),
-                    "held": ("of these promised", 3),
-                    "later": ("TTFT over the stated", 1),
-                    "as_stated": ("kept as stated", 3),
-                    "kept": ("kept", 3),
-                },
-            ),
+        means(
+            "Offers that are taken up, and what they cost the others",
+            DOWN,
+            {
+                "taken": ("taken up", 0),
+                "held": ("of these promised", 3),
+                "later": ("TTFT over the stated", 1),
+                "as_stated": ("kept as stated", 3),
+                "kept": ("kept", 3),
+            },
         ),
     ),
 )

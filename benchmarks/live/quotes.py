@@ -1,4 +1,4 @@
-"""Quotes and offers on real vLLM replicas: ``sluice bench quotes --real``."""
+"""Quotes, offers and announcements on a real vLLM replica: ``sluice bench quotes --real``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ import aiohttp
 import click
 import numpy as np
 
-from sluice.benchmarks.experiments.quotes import LEARNED
+from sluice.benchmarks.experiments.quotes import LEARNED, cover
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.mix import body_of
 from sluice.benchmarks.live.promises import CLASSES, PATTERN, SLOS, capacity_of
 from sluice.benchmarks.live.report import table
-from sluice.benchmarks.live.systems import Bench, campaign, router, sluice, until_stopped
+from sluice.benchmarks.live.systems import (
+    Bench,
+    campaign,
+    metrics,
+    router,
+    sluice,
+    until_stopped,
+)
 from sluice.benchmarks.options import number_option, show
 from sluice.router import wire
-from sluice.scheduling.placement.quotes import LEVELS
 from sluice.scheduling.request.objective import OBJECTIVES
 from sluice.simulation.workload import Arrival
 
@@ -50,7 +56,8 @@ def make_config(_: Bench, port: int) -> Json:
 
 
 def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
-    """Quote and then send every request, at each load; refused clients take up their offers."""
+    """Quote and then send every request, at each load; refused clients take up their offers. Also
+    counts the promises that streams said they would miss."""
     rows: list[Json] = []
     with campaign() as bench, sluice("sluice", make_config)(bench) as system:
         load_1 = capacity_of(bench, system, 1, seconds / 3, seeds[0])
@@ -58,10 +65,13 @@ def measure(seconds: float, seeds: Sequence[int], as_json: bool) -> None:
         for seed in seeds:
             for load in LOADS:
                 sent = _run(system.urls[0], load * load_1, seconds, seed, f"{seed} {load}")
-                found = asyncio.run(until_stopped(bench, sent))
-                rows.append({"load": load, "seed": seed, **figures_of(found)})
+                before = promises(system.urls[0])
+                found = figures_of(asyncio.run(until_stopped(bench, sent)))
+                after = promises(system.urls[0])
+                counts = {name: after[name] - count for name, count in before.items()}
+                rows.append({"load": load, "seed": seed, **found, **counts})
                 bench.say(str(rows[-1]))
-    shown = table(rows, *rows[0], title="quotes and offers")
+    shown = table(rows, *rows[0], title="quotes, offers and announcements")
     show({"load_1": load_1, "rows": rows}, [shown], as_json)
 
 
@@ -112,18 +122,28 @@ async def _send(
 def figures_of(found: Sequence[Json]) -> dict[str, float]:
     """As the simulated experiment's."""
     later = found[round(LEARNED * len(found)) :]
-    quoted = [each for each in later if each["seen"] and wire.TTFT in each["quote"]]
-    figures: dict[str, float] = {"requests": len(found), "quoted": len(quoted)}
-    for place, objective in enumerate(OBJECTIVES):
-        for level in LEVELS:
-            below = [
-                each["seen"][place] <= each["quote"][f"{objective}_ms"][f"{level:g}"]
-                for each in quoted
-            ]
-            figures[f"{objective}_{100 * level:g}"] = round(float(np.mean(below)), 3)
+    pairs = [
+        (each["seen"], [list(each["quote"][f"{name}_ms"].values()) for name in OBJECTIVES])
+        for each in later
+        if each["seen"] and wire.TTFT in each["quote"]
+    ]
+    figures = {name: round(share, 3) for name, share in cover(pairs).items()}
     taken = [each for each in found if "offer" in each]
-    held = [each["promised"] for each in taken]
     later_by = [each["offer"].get(wire.TTFT, 0.0) / each["stated_ms"] for each in taken]
-    figures["refused"] = sum(not each["stated"] for each in found)
-    figures |= {"taken": len(taken), "held": sum(held)}
-    return figures | {"later": round(float(np.median(later_by)), 2) if taken else 0.0}
+    return {
+        "requests": len(found),
+        "quoted": len(pairs),
+        **figures,
+        "refused": sum(not each["stated"] for each in found),
+        "taken": len(taken),
+        "held": sum(each["promised"] for each in taken),
+        "later": round(float(np.median(later_by)), 2) if taken else 0.0,
+    }
+
+
+def promises(url: str) -> dict[str, float]:
+    """Promised streams so far: all that were missed, and those announced by what became of them."""
+    pages = {outcome: metrics(url, outcome=outcome) for outcome in ("missed", "kept")}
+    said = "sluice_promises_announced_total"
+    counts = {f"announced_{outcome}": page.get(said, 0.0) for outcome, page in pages.items()}
+    return {"missed": pages["missed"].get("sluice_promises_total", 0.0), **counts}

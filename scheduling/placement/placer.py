@@ -36,7 +36,15 @@ from sluice.scheduling.fleet.rows import (
 from sluice.scheduling.placement.calibration import Calibration
 from sluice.scheduling.placement.cold_start import ColdStart
 from sluice.scheduling.placement.output_lengths import OutputLengths
-from sluice.scheduling.placement.quotes import VALID_S, Held, Offer, Prediction, Quote, Quotes
+from sluice.scheduling.placement.quotes import (
+    MIN_PREDICTED_S,
+    VALID_S,
+    Held,
+    Offer,
+    Prediction,
+    Quote,
+    Quotes,
+)
 from sluice.scheduling.placement.retry_after import RetryAfter
 from sluice.scheduling.request.deadline import paced
 from sluice.scheduling.request.job import (
@@ -445,8 +453,6 @@ class Placer:
         """Decide on ``query`` and reserve what it takes. ``at``: a replica's row, which promises it
         if it can (:meth:`order`). ``taken``: what the query takes up has been looked up."""
         self.inputs = None
-        if self.quotes.ends_s <= now_s:
-            self._fleet.release(self.quotes.ended_by(now_s))
         if query.takes and not taken:
             return self._take(query, now_s)
         asked = self._asked(query, now_s, at)
@@ -470,12 +476,12 @@ class Placer:
 
     def _take(self, query: RouteQuery, now_s: float) -> RouteDecision:
         """Decide on a request that takes up a quote or an offer: where that was held, if it was."""
-        held = self.quotes.take(query.takes, query.tenant)
+        held = self.quotes.take(query, now_s)
+        if held is None and query.elsewhere:
+            return RouteDecision(None, DECLINED)
         if held is None:
             return self.place(query._replace(takes=0), now_s)
         self._fleet.release(held.keys)
-        if not held.allows(query):
-            return self.place(query._replace(takes=0), now_s)
         row = self._fleet.row_of.get(held.replica_id)
         decision = self.place(query, now_s, row, taken=True)
         if not held.keys:
@@ -489,8 +495,6 @@ class Placer:
         """What :meth:`place` would decide now, and how long the request would take. Nothing is
         counted or reserved, unless what a promise needs is held for ``hold_s`` under the query's
         keys. Where the request would be refused, the nearest objective that could be promised."""
-        if self.quotes.ends_s <= now_s:
-            self._fleet.release(self.quotes.ended_by(now_s))
         turn = self._routing.turn
         try:
             return self._quote(query, now_s, hold_s)
@@ -502,34 +506,26 @@ class Placer:
         asked = self._asked(query._replace(elsewhere=True), now_s)
         if isinstance(asked, RouteDecision):
             return Quote(RouteDecision(None, NO_REPLICA))
-        job, second, ttft_s = asked.job, asked.second, None
-        tier = Tier.BEST_EFFORT if self._admission is not None else None
+        job, second, chosen, ttft_s = asked.job, asked.second, -1, None
         if asked.wanted is not None:
             tested = self._tested_near(asked, asked.wanted, None)
             if len(tested.able):
-                able = tested.job.of(tested.able)
-                chosen = int(tested.able[self._choose(able, self._routing.choose_able)])
-                job, tier, ttft_s = tested.job, Tier.GUARANTEED, tested.promises.ttft_s.item(chosen)
-                if chosen in tested.apart:
-                    (job, _), chosen = tested.apart[chosen], 0
+                job, _, chosen, ttft_s = self._chosen(asked, tested)
             elif Tier.BEST_EFFORT not in query.tiers:
                 decision = RouteDecision(None, UNATTAINABLE, over_share=tested.over_share)
                 return Quote(decision, offer=self._offer(query, asked, tested))
         if ttft_s is None:
             chosen = self._choose(job, lambda job, _: int(self._ahead_s(job).argmin()))
+        tier = Tier.GUARANTEED if ttft_s is not None else Tier.BEST_EFFORT
         predicted = self._predicted(job, chosen, second, ttft_s)
-        name, row, split = self._fleet.ids[job.rows[chosen]], int(job.rows[chosen]), None
-        if second is not None and job.splits[chosen]:
-            row, split = second.row, name
-        ids, roles = self._fleet.ids, self._fleet.roles
-        decision = RouteDecision(ids[row], PLACED, tier, ttft_s, None, roles[row], split)
-        tokens = float(query.prompt_tokens)
-        terms, keys = ((query.slo.times_s, inf),), (query.key, query.prefill_key)
-        held = Held(query.tenant, now_s + hold_s, tokens, terms, name, keys)
-        holds = hold_s > 0.0 and tier is Tier.GUARANTEED and self.quotes.hold(query.key, held)
-        if holds:
-            self._place(job, chosen, second, tier, ttft_s)
-            self.quotes.ended(query.request_id or query.key, None)
+        decision = self._reserved(job, chosen, second, tier, ttft_s)
+        held = Held(
+            query.tenant, now_s + hold_s, query.prompt_tokens, ((query.slo.times_s, inf),),
+            decision.prefill_id or decision.replica_id or "", (query.key, query.prefill_key),
+        )  # fmt: skip
+        holds = hold_s > 0.0 and ttft_s is not None and self.quotes.hold(query.key, held)
+        if not holds:
+            self._fleet.release(held.keys)
         return Quote(decision, self.quotes.times_s(predicted), predicted.tokens, None, holds)
 
     def _offer(self, query: RouteQuery, asked: _Asked, tested: _Tested) -> Offer | None:
@@ -538,27 +534,25 @@ class Placer:
         the offers that are expected to be taken up meanwhile, and later by a margin."""
         if not self.returns.may_offer(query) or not self.quotes.has_room(query.tenant):
             return None
-        stated, now_s, share = query.slo, asked.job.now_s, 1.0
-        slo, found = stated, tested
+        stated, now_s, share = query.slo, asked.job.now_s, OFFER_STEP
+        slo = stated
         for _ in range(MAX_OFFER_TESTS):
-            farther = _farther(slo, found.promises, OFFER_STEP * share)
+            farther = _farther(slo, tested.promises, share)
             if farther is None:
                 return None
             slo, share = stated.with_times(farther), 1.5 * share
-            found = self._as_offered(query._replace(slo=slo), now_s) or tested
-            if len(found.able):
+            tested = self._as_offered(query._replace(slo=slo), now_s) or tested
+            if len(tested.able):
                 break
         else:
             return None
         fewer = 0
         if stated.e2e_s is not None:
-            bound = self._lengths.of(query).bound
-            for part in (0.5, 0.25):
-                tokens = int(part * bound)
-                short = self._as_offered(query._replace(output_tokens=max(1, tokens)), now_s)
-                if tokens and short is not None and len(short.able):
+            for part in (0.25, 0.5):  # the longer one that helps
+                tokens = max(1, int(part * self._lengths.of(query).bound))
+                short = self._as_offered(query._replace(output_tokens=tokens), now_s)
+                if short is not None and len(short.able):
                     fewer = tokens
-                    break
         ttft_s, tpot_s, e2e_s = slo.times_s
         margin = self.quotes.margin
         late_s, slow = margin * VALID_S, 1.0 + OFFER_STEP * min(margin, 2.0)
@@ -568,7 +562,7 @@ class Placer:
             None if e2e_s is None else e2e_s * slow + late_s,
         )
         terms = (offered, inf), (stated.times_s, fewer)
-        held = Held(query.tenant, now_s + VALID_S, float(query.prompt_tokens), terms)
+        held = Held(query.tenant, now_s + VALID_S, query.prompt_tokens, terms)
         return Offer(offered, fewer) if self.quotes.hold(query.key, held) else None
 
     def _as_offered(self, query: RouteQuery, now_s: float) -> _Tested | None:
@@ -584,8 +578,7 @@ class Placer:
     ) -> Prediction:
         """What is predicted of a request on the job's replica number ``chosen``; ``ttft_s``: of
         its first token, if that is promised."""
-        figures, row, query = self._fleet.figures, int(job.rows[chosen]), job.query
-        promised = ttft_s is not None
+        figures, row, promised = self._fleet.figures, int(job.rows[chosen]), ttft_s is not None
         if ttft_s is None:
             waiting_s = figures.item(row, PREFILL_S) + figures.item(row, BEST_EFFORT_S)
             ttft_s = waiting_s + job.work_s.item(chosen) + job.lead_s.item(chosen)
@@ -593,11 +586,10 @@ class Placer:
         if second is not None and job.splits[chosen]:
             row = second.row
         step_s = figures.item(row, FIXED_S) + figures.item(row, DECODE_S)
-        bound_s = job.due_s - job.now_s if promised else inf
-        return Prediction(
-            query.slo.service_class, promised, bound_s, job.waited_s, ttft_s, step_s,
-            job.output_tokens, job.now_s,
-        )  # fmt: skip
+        tokens, first_s = job.output_tokens, max(ttft_s, MIN_PREDICTED_S)
+        times_s = first_s, max(step_s, MIN_PREDICTED_S), first_s + max(0.0, tokens - 1.0) * step_s
+        name = job.query.slo.service_class
+        return Prediction(name, promised, job.waited_s, times_s, tokens)
 
     def _asked(
         self, query: RouteQuery, now_s: float, at: int | None = None
@@ -606,6 +598,8 @@ class Placer:
         fleet, calibration = self._fleet, self._calibration
         if fleet.ledger.next_s <= now_s:
             fleet.expire(now_s)
+        if self.quotes.ends_s <= now_s:
+            fleet.release(self.quotes.ended_by(now_s))
         # The replicas that may serve it.
         rows = fleet.candidates(now_s)
         wanted: AdmissionPolicy | None = None
@@ -699,9 +693,8 @@ class Placer:
     def _promise(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> RouteDecision:
         """Promise it on one of the job's replicas, if one can; on ``at`` if that can. Of many
         replicas the nearest are tested first, and the others only if none of these can."""
-        second, planned = asked.second, asked.planned
-        tested = self._tested_near(asked, admission, at)
-        job, promises, apart = tested.job, tested.promises, tested.apart
+        second, tested = asked.second, self._tested_near(asked, admission, at)
+        job, promises = tested.job, tested.promises
         if not len(tested.able):
             waits_s = self.waits_s(tested, asked.stated, admission) if self.explains else None
             decision = self._unpromised(job, promises, second, tested.over_share)
@@ -709,12 +702,7 @@ class Placer:
                 self.inputs = self.inputs._replace(waits_s=waits_s)
             return decision
         self._record(job, promises, None, second)
-        places = tested.able
-        able = job if len(places) == len(job.rows) else job.of(places)
-        chosen = int(places[self._choose(able, self._routing.choose_able, at)])
-        ttft_s = float(promises.ttft_s[chosen])
-        if chosen in apart:
-            (job, planned), chosen = apart[chosen], 0
+        job, planned, chosen, ttft_s = self._chosen(asked, tested, at)
         placed = self._place(job, chosen, second, Tier.GUARANTEED, ttft_s)
         # It counts in its tenant's share, and its margin is known until the request has ended.
         query, tokens, now_s = job.query, job.output_tokens, job.now_s
@@ -730,6 +718,19 @@ class Placer:
                 replica_id = (placed.replica_id or "") if placed.prefill_id is None else ""
                 self._calibration.promised(name, asked.stated, planned, replica_id)
         return placed
+
+    def _chosen(
+        self, asked: _Asked, tested: _Tested, at: int | None = None
+    ) -> tuple[Job, SLO, int, float]:
+        """Where it is promised: the job there, by when it is planned, its place in the job, and the
+        predicted time to its first token, seconds."""
+        places, job = tested.able, tested.job
+        able = job if len(places) == len(job.rows) else job.of(places)
+        chosen = int(places[self._choose(able, self._routing.choose_able, at)])
+        ttft_s = float(tested.promises.ttft_s[chosen])
+        if chosen in tested.apart:
+            return *tested.apart[chosen], 0, ttft_s
+        return job, asked.planned, chosen, ttft_s
 
     def _tested_near(self, asked: _Asked, admission: AdmissionPolicy, at: int | None) -> _Tested:
         """What the nearest replicas can promise, or if none of them can, what all can."""
@@ -923,11 +924,23 @@ class Placer:
         tier: Tier | None = None,
         ttft_s: float | None = None,
     ) -> RouteDecision:
-        """Send it there, and then to ``second`` where it is split, and reserve at both."""
+        """Send it there, and then to ``second`` where it is split, and reserve at both. If it
+        teaches, note what is predicted of it."""
+        query = job.query
+        if not query.moves_from and self.quotes.teaches(job.now_s):
+            predicted = self._predicted(job, chosen, second, ttft_s)
+            self.quotes.predicted(query.request_id or query.key, predicted)
+        return self._reserved(job, chosen, second, tier, ttft_s)
+
+    def _reserved(
+        self,
+        job: Job,
+        chosen: int,
+        second: DecodeChoice | None,
+        tier: Tier | None,
+        ttft_s: float | None,
+    ) -> RouteDecision:
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
-        if job.now_s >= self.quotes.next_s and not query.moves_from:
-            name = query.request_id or query.key
-            self.quotes.predicted(name, self._predicted(job, chosen, second, ttft_s))
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         prefill_id: str | None = None
         if second is None or not job.splits[chosen]:

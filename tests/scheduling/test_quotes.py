@@ -12,19 +12,20 @@ from sluice.scheduling.placement.quotes import (
     LEVELS,
     MAX_HELD_BY_TENANT,
     MAX_OPEN,
+    SPACING_S,
     VALID_S,
     Held,
     Offer,
     Prediction,
     Quotes,
 )
-from sluice.scheduling.request.job import UNATTAINABLE
+from sluice.scheduling.request.job import DECLINED, UNATTAINABLE
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import RouteQuery, Tier
 from tests.scheduling.fleets import fleet_of, report, row
 from tests.scheduling.test_placement import EASY, HARD, PROMISED, full_fleet, placer, query
 
-CHAT = Prediction("chat", True, 1.0, 0.0, 0.2, 0.02, 101.0, 0.0)
+CHAT = Prediction("chat", True, 0.0, (0.2, 0.02, 2.2), 101.0)
 
 
 def covered(draw: random.Random, drift: float, requests: int = 8_000) -> list[list[float]]:
@@ -32,14 +33,13 @@ def covered(draw: random.Random, drift: float, requests: int = 8_000) -> list[li
     quotes, made = Quotes(), []
     below = [[0] * len(LEVELS) for _ in range(3)]
     for number in range(requests):
-        now_s, swing = 0.1 * number, 1.0 + drift * ((number // 1_000) % 2)
-        prediction = CHAT._replace(at_s=now_s)
-        quotes.predicted(number, prediction)
+        swing = 1.0 + drift * ((number // 1_000) % 2)
+        quotes.predicted(number, CHAT)
         base = swing * draw.lognormvariate(0.0, 0.5)
-        made.append((quotes.times_s(prediction), (0.2 * base, 0.02 * base, 2.2 * base)))
+        made.append((quotes.times_s(CHAT), (0.2 * base, 0.02 * base, 2.2 * base)))
         if number >= 50:
             quoted, seen = made[number - 50]
-            quotes.ended(number - 50, seen, now_s)
+            quotes.ended(number - 50, seen)
             for own, times_s, seen_s in zip(below, quoted, seen, strict=True):
                 for place, time_s in enumerate(times_s):
                     own[place] += seen_s <= time_s and number > 1_000
@@ -62,7 +62,7 @@ def test_a_failed_request_teaches_nothing_and_a_cancelled_one_its_first_token() 
     assert quotes.times_s(CHAT) == before
     for number in range(20):
         quotes.predicted(number, CHAT)
-        quotes.ended(number, (0.6, None, None), 1.0)
+        quotes.ended(number, (0.6, None, None))
     after = quotes.times_s(CHAT)
     assert after[0][0] == pytest.approx(0.6)
     assert after[1:] == before[1:]
@@ -74,6 +74,35 @@ def test_what_waited_is_quoted_from_its_arrival() -> None:
     for place, since_s in ((0, 3.0), (1, 0.0), (2, 3.0)):
         fresh = quotes.times_s(CHAT)[place]
         assert waited[place] == pytest.approx([since_s + each for each in fresh])
+
+
+def test_a_class_has_quantiles_of_its_own() -> None:
+    quotes, slow = Quotes(), CHAT._replace(service_class="slow")
+    for number in range(100):
+        quotes.predicted(number, slow)
+        quotes.ended(number, (0.6, None, None))
+    assert quotes.times_s(slow)[0][0] == pytest.approx(0.6)
+    assert quotes.times_s(CHAT)[0][0] == pytest.approx(0.2)
+
+
+def test_requests_that_come_together_teach_as_those_between_bursts_do() -> None:
+    """Of each pair the second one, a millisecond later, takes ten times as long."""
+    deciding = placer(fleet_of(report()))
+    for number in range(100):
+        at_s = 0.03 * (number // 2) + 0.001 * (number % 2)
+        deciding.place(query(EASY, key=number), at_s)
+        deciding.quotes.ended(number, (0.01 * (1 + 9 * (number % 2)), None, None))
+        deciding._fleet.release((number,))
+    quoted_s = deciding.quote(query(EASY, key=1_000), 1.5).times_s[0]
+    assert quoted_s[1] > 5.0 * quoted_s[0]
+
+
+def test_few_decisions_of_many_a_second_teach() -> None:
+    deciding, every = placer(fleet_of(report())), 0.001
+    for number in range(3_000):
+        deciding.place(query(EASY, key=number), every * number)
+        deciding._fleet.release((number,))
+    assert len(deciding.quotes._open) == pytest.approx(3.0 / SPACING_S, rel=0.5)
 
 
 def test_nothing_grows_without_bound() -> None:
@@ -125,6 +154,8 @@ def test_what_is_held_goes_to_who_has_the_quote_and_to_no_other() -> None:
     fleet, deciding = held_placer()
     fleet.report("0", report(made_s=0.5), 0.5)
     assert deciding.place(long(2), 0.5).reason == UNATTAINABLE
+    forged = long(2, takes=9, tenant=5)._replace(elsewhere=True)
+    assert deciding.place(forged, 0.5).reason == DECLINED, "not even asked about"
     assert deciding.place(long(3, takes=1), 0.5).reason == UNATTAINABLE, "another tenant's"
     taken = deciding.place(long(4, takes=1, tenant=5), 0.5)
     assert taken.tier is Tier.GUARANTEED
@@ -136,8 +167,9 @@ def test_a_quote_of_a_short_prompt_is_worth_nothing_to_a_long_one() -> None:
     deciding = placer(full_fleet())
     assert deciding.quote(query(HARD, key=1, tiers=PROMISED), 0.0).offer is not None
     longer = query(SLO(ttft_s=60.0), key=2, prompt=2_000, tiers=PROMISED)._replace(takes=1)
+    before = deciding.quotes.margin
     deciding.place(longer, 0.0)
-    assert deciding.quotes.accepted == 0.5, "it has taken up no offer"
+    assert deciding.quotes.margin == before, "it has taken up no offer"
 
 
 def test_an_offer_is_worth_nothing_to_a_request_that_asks_for_more() -> None:
@@ -145,7 +177,7 @@ def test_an_offer_is_worth_nothing_to_a_request_that_asks_for_more() -> None:
     assert deciding.quote(query(HARD, key=1, tiers=PROMISED), 0.0).offer is not None
     before = deciding.quotes.margin
     deciding.place(query(HARD, key=2, tiers=PROMISED)._replace(takes=1), 0.0)
-    assert (deciding.quotes.margin, deciding.quotes.accepted) == (before, 0.5)
+    assert deciding.quotes.margin == before
 
     held = Held(0, 1.0, 9_000.0, (((None, 0.5, 3.0), inf), ((None, 0.5, 1.5), 40)))
     offered, stated, tighter = [SLO(tpot_s=0.5, e2e_s=e2e_s) for e2e_s in (2.99, 1.5, 1.4)]
@@ -229,12 +261,12 @@ def test_the_margin_of_offers_grows_with_broken_ones_and_shrinks_slowly() -> Non
 
 
 def test_offers_that_nobody_takes_up_are_forgotten_and_count_less_and_less() -> None:
-    deciding = placer(fleet_of(report()))
-    for number in range(40):
-        assert deciding.quote(query(HARD, key=number, tiers=PROMISED), 0.0).offer is not None
-    assert deciding.quotes.offered_tokens() > 0
-    before = deciding.quotes.accepted
-    deciding.place(query(key=99), 1.5 * VALID_S)
-    assert deciding.quotes.ends_s == inf
-    assert deciding.quotes.offered_tokens() == 0
-    assert deciding.quotes.accepted < 0.2 * before
+    quotes, offer = Quotes(), Held(1, 1.0, 100.0, ())
+    for key in range(40):
+        assert quotes.hold(key, offer)
+    before = quotes.offered_tokens()
+    assert quotes.ended_by(1.0) == []
+    assert (quotes.ends_s, quotes.offered_tokens()) == (inf, 0.0)
+    for key in range(40):
+        assert quotes.hold(key, offer)
+    assert 0.0 < quotes.offered_tokens() < 0.2 * before
