@@ -15,7 +15,7 @@ from sluice.protocol.requests import Endpoint, RequestBody
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.models import ModelRegistry
-from sluice.router.dispatch.placement import offer_shown
+from sluice.router.dispatch.offers import offer_shown
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.request.arrival import Arrival
 from sluice.router.request.body import parse_object, read_body
@@ -77,42 +77,35 @@ class Quotes:
     ) -> tuple[Call, float]:
         """The call that a body asks about, and for how long it is to be held, ms."""
         body, headers = parse_object(raw), request.headers.raw
-        hold_ms = _hold_ms(body.get("hold_ms"), arrival)
+        hold_ms, caps = body.get("hold_ms"), arrival.client.caps
+        hold_ms = 0.0 if hold_ms is None else hold_ms
+        if type(hold_ms) not in (int, float) or not 0 <= hold_ms <= wire.MAX_OBJECTIVE_MS:
+            message = f"hold_ms must be a number of milliseconds from 0 on, got {shown(hold_ms)}"
+            raise invalid(message, "hold_ms")
+        hold_ms = float(min(hold_ms, caps.max_hold_ms))
         if "prompt_tokens" not in body:
             return self.reader.make(body, headers, endpoint, arrival), hold_ms
         try:
             sized = SizedRequest.model_validate(dict(body))
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            raise invalid(f"{name[:64]}: {first['msg']}", name[:64]) from None
-        limits = self.config.max_prompt_tokens, arrival.client.caps.max_prompt_tokens
+            name = ".".join(map(str, first["loc"]))[:64]
+            raise invalid(f"{name}: {first['msg']}", name) from None
+        limits = self.config.max_prompt_tokens, caps.max_prompt_tokens
         most = min([each for each in limits if each is not None], default=sized.prompt_tokens)
         if sized.prompt_tokens > most:
             allowed = f"at most {most} with this API key, got {sized.prompt_tokens}"
             raise invalid(f"prompt_tokens must be {allowed}", "prompt_tokens")
-        made: dict[str, Any] = {"messages": [{"role": "user", "content": "-"}]}
-        made["model"] = sized.model or self.fleets.of(None).model
-        if sized.output_tokens is not None:
-            made[wire.MAX_TOKENS_FIELD] = sized.output_tokens
-        slo = dict(sized.slo or {})
-        if sized.service_class is not None:
-            slo.setdefault(wire.CLASS, sized.service_class)
-        made[wire.SLO_FIELD] = slo
+        slo = {wire.CLASS: sized.service_class, **(sized.slo or {})}
+        made = {
+            "model": sized.model or self.fleets.of(None).model,
+            "messages": [{"role": "user", "content": "-"}],
+            wire.MAX_TOKENS_FIELD: sized.output_tokens,
+            wire.SLO_FIELD: {name: value for name, value in slo.items() if value is not None},
+        }
         call = self.reader.make(RequestBody.of(made), headers, endpoint, arrival)
         prompt = PromptSize(tokens=sized.prompt_tokens)
         return replace(call, prompt=prompt, prefix=NO_PREFIX), hold_ms
-
-
-def _hold_ms(value: Any, arrival: Arrival) -> float:
-    """For how long the quote is to be held, within the key's limit. Raises ApiError: 400."""
-    if value is None:
-        return 0.0
-    if type(value) not in (int, float) or not 0 <= value <= wire.MAX_OBJECTIVE_MS:
-        raise invalid(
-            f"hold_ms must be a number of milliseconds from 0 on, got {shown(value)}", "hold_ms"
-        )
-    return float(min(value, arrival.client.caps.max_hold_ms))
 
 
 def document(quote: Quote, call: Call, token: str, hold_ms: float) -> dict[str, Any]:

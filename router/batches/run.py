@@ -217,7 +217,8 @@ class BatchRun:
             test = partial(need.nearest_s, now_s=now())
             nearest_s = await self._store.ask(BatchState.promise, begun, test)
             if nearest_s <= begun.expires_s - now():
-                self._record = begun
+                # Made again: it may have been cancelled meanwhile.
+                self._record = self._at(Status.IN_PROGRESS, total=total, work_s=begun.work_s)
                 resources.metrics.window(WindowOutcome.PROMISED)
                 return ()
             resources.metrics.window(WindowOutcome.REFUSED)

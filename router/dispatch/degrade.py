@@ -16,7 +16,7 @@ from sluice.router.config import Alternative, RouterConfig
 from sluice.router.dispatch.models import Model, ModelRegistry
 from sluice.router.errors import ApiError
 from sluice.router.request.call import Call
-from sluice.router.request.prompt import output_limit, prefix_of, shortened
+from sluice.router.request.prompt import output_limit, outputs_of, prefix_of, shortened
 from sluice.scheduling.request.job import RouteDecision
 
 _THINKING = "thinking_token_budget"
@@ -41,37 +41,37 @@ class Degrading:
 
     def applies(self, call: Call) -> bool:
         """Whether a call of these classes may be degraded. A turn of a loop keeps what its loop was
-        promised."""
-        placed = call.scheduled and not call.best_effort
+        promised, and what takes up a quote or an offer has another objective or none."""
+        placed = call.scheduled and not call.best_effort and not call.takes
         return placed and call.slo.stated and call.loop is None
 
     async def place(self, call: Call, model: Model) -> Placed:
         """A promise for the call as asked, or for its first alternative that has one."""
         for alternative in (None, *self.classes[call.slo.service_class]):
-            place: Placed | None = Placed(call, model)
-            if alternative is not None:
-                place = await self._applied(call, model, alternative)
-            if place is None:
+            asked = call if alternative is None else degraded(call, alternative)
+            found = None if asked is None else await self._model_of(asked, call, model)
+            if asked is None or found is None:
                 continue
-            decision = await place.model.dispatcher.promised(place.call)
+            decision = await found.dispatcher.promised(asked)
             if decision is None:  # the controller does not answer
                 break
             if decision.replica_id is not None:
-                return place._replace(decision=decision)
+                return Placed(asked, found, decision)
         return Placed(call, model)
 
-    async def _applied(self, call: Call, model: Model, alternative: Alternative) -> Placed | None:
-        """The call with an alternative, and its model; ``None``: it cannot be applied."""
-        changed = degraded(call, alternative)
-        if changed is None or alternative.model is None or changed.model == call.model:
-            return None if changed is None else Placed(changed, model)
+    async def _model_of(self, changed: Call, call: Call, model: Model) -> Model | None:
+        """The model of a changed call; ``None`` if it cannot serve it."""
+        if changed.model == call.model:
+            return model
         if call.only:
             return None  # another model has other replicas
         try:
             found = await self._models.find(changed.model, call.client.caps.models, call.endpoint)
         except ApiError:  # unknown to this key, or without this endpoint
             return None
-        return Placed(changed, found)
+        output = changed.output_tokens // outputs_of(call.endpoint, changed.body)
+        tokens = found.dispatcher.estimator.estimate(call.prompt) + output
+        return None if await found.catalog.exceeded(tokens) is not None else found
 
 
 def degraded(call: Call, alternative: Alternative) -> Call | None:

@@ -33,6 +33,7 @@ from sluice.router.dispatch.attempt import (
 )
 from sluice.router.dispatch.causes import late_parts
 from sluice.router.dispatch.migrations import Migrations, Moves
+from sluice.router.dispatch.offers import Offers
 from sluice.router.dispatch.placement import DecisionService, PlacementClient, unpromised
 from sluice.router.dispatch.retries import (
     NOT_RESUMABLE,
@@ -115,6 +116,7 @@ class Dispatcher:
         # These read the open attempts, and may abandon one.
         self._suspicion = Suspicion(self._attempts, metrics, clock)
         self._announcements = Announcements(self._attempts, clock)
+        self.offers = Offers(self.quote)
         self._stalls = StallDetector(
             self._attempts,
             replicas,
@@ -196,8 +198,9 @@ class Dispatcher:
             self._metrics.streams(StreamPath.DIRECT if answer.fetched else StreamPath.ROUTER).inc()
         return answer
 
-    async def quote(self, call: Call, token: str, hold_s: float) -> Quote | None:
-        """What would be decided on ``call`` now; ``None`` if the controller does not answer."""
+    async def quote(self, call: Call, token: str, hold_s: float = 0.0) -> Quote | None:
+        """What would be decided on ``call`` now; ``token`` takes up what is held. ``None``: the
+        controller does not answer."""
         splits = self._pools.may_split and may_split(call)
         return await self._placements.quote(call, token, hold_s, splits)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
-from math import ceil, inf
+from math import inf
 from typing import Any, Final, Protocol
 
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
@@ -30,7 +29,7 @@ from sluice.router.serve.hint import START_WAIT_S
 from sluice.router.tenancy.limits import ANYONE, Client
 from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
-from sluice.scheduling.placement.quotes import VALID_S, Offer, Quote
+from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import (
     DECLINED,
@@ -40,7 +39,6 @@ from sluice.scheduling.request.job import (
     RouteQuery,
     Tier,
 )
-from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.tenancy.attained import ProgramTokens
 from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
@@ -428,11 +426,6 @@ def unpromised(decision: RouteDecision) -> RouteDecision:
     return decision._replace(tier=None, predicted_ttft_s=None, planned=None)
 
 
-MAX_OFFERING: Final = 32
-"""Most refusals for which a router asks for offers at a time: a flood of them neither holds up the
-controller's decisions nor waits for a silent one."""
-
-
 class PlacementClient:
     """Asks the controller for placements. One per router process."""
 
@@ -455,7 +448,6 @@ class PlacementClient:
             name for name, entry in classes if entry.when_unattainable != "best_effort"
         }
         self._full_until_s: dict[str, float] = {}
-        self._offering = 0
         self._cold_starts = ColdStarts(replicas, metrics.admission, clock, pause)
         self._had = ProgramTokens()
         self._queues = {
@@ -508,11 +500,7 @@ class PlacementClient:
     ) -> RouteDecision:
         if not call.scheduled:
             return _within(call, failed, UNDECIDED)
-        try:
-            decision = await self._decide(call, key, failed, prefill_key, begun, waits)
-        except ApiError as error:
-            await self._offer(call, error, prefill_key != 0)
-            raise
+        decision = await self._decide(call, key, failed, prefill_key, begun, waits)
         if decision is None:
             self._metrics.fallbacks(Fallback.NO_ANSWER).inc()
             full = self._full_s(call) > 0
@@ -521,9 +509,7 @@ class PlacementClient:
         if decision.over_share:
             self._metrics.admission.over_share(call.client.name)
         if decision.reason == UNATTAINABLE:
-            refusal = _refusal(call, decision)
-            await self._offer(call, refusal, prefill_key != 0)
-            raise refusal
+            raise _refusal(call, decision)
         if decision.replica_id is None:
             self._metrics.fallbacks(Fallback.NO_DECISION).inc()
             return _within(call, failed, UNDECIDED)
@@ -532,8 +518,7 @@ class PlacementClient:
         return _within(call, failed, decision) if call.only else decision
 
     async def quote(self, call: Call, token: str, hold_s: float, splits: bool) -> Quote | None:
-        """What would be decided on the call now; what ``token`` takes up is held. ``splits``: two
-        replicas may serve it."""
+        """See ``Dispatcher.quote``. ``splits``: two replicas may serve it."""
         tiers = _ANY_TIER
         if call.best_effort:
             tiers = _BEST_EFFORT_ONLY
@@ -555,21 +540,6 @@ class PlacementClient:
             only=tuple(call.only),
         )
         return await self._controller.quote(query, hold_s)
-
-    async def _offer(self, call: Call, refusal: ApiError, splits: bool) -> None:
-        """Add the nearest objective that could be promised to a refusal of one, if any could."""
-        if refusal.reason.status != 429 or not call.slo.stated or call.loop is not None:
-            return
-        if self._offering >= MAX_OFFERING:
-            return
-        token = secrets.token_hex(16)
-        self._offering += 1
-        try:
-            quote = await self.quote(call, token, 0.0, splits)
-        finally:
-            self._offering -= 1
-        if quote is not None and quote.offer is not None:
-            refusal.offer = offer_shown(quote.offer, call.slo, token)
 
     def ended(self, call: Call, tokens: int) -> None:
         """A call has ended after this number of computed tokens."""
@@ -649,11 +619,17 @@ class PlacementClient:
             tiers = _ANY_TIER
         ask = partial(self._ask, call, key, failed, prefill_key, tiers)
         queue = self._queues.get(slo.service_class) if tiers == _GUARANTEED_ONLY else None
-        refused = None
-        # A request that arrives while others wait queues behind them, before it asks.
-        if queue is None or len(queue) == 0 or call.takes:
-            refused = await self._answered(call, ask, tiers, waits)
-            if queue is None or refused is None or not may_wait(refused):
+        if queue is None:
+            return await self._answered(call, ask, tiers, waits)
+        refused, waiting = None, len(queue) > 0
+        # A request that arrives while others wait queues behind them, before it asks, unless
+        # something is held for it.
+        if not waiting or call.takes:
+            held = partial(ask, elsewhere=waiting)
+            refused = await self._answered(call, held, tiers, waits)
+            if refused is not None and refused.reason == DECLINED:
+                refused = None
+            elif refused is None or not may_wait(refused):
                 return refused
         ttft_s, _, e2e_s, _ = slo.columns
         due_s = call.received_s + min(ttft_s, e2e_s)
@@ -745,23 +721,6 @@ def _within(call: Call, failed: Sequence[str], decision: RouteDecision) -> Route
     left = [name for name in call.only if name not in map(replica_of, failed)]
     replica_id = random.choice(left or list(call.only))
     return decision._replace(replica_id=replica_id, role=call.only[replica_id])
-
-
-def offer_shown(offer: Offer, slo: SLO, token: str) -> dict[str, Any]:
-    """An offer as clients see it: its times, and what they take."""
-    shown: dict[str, Any] = {}
-    takes = []
-    names = zip((wire.TTFT, wire.TPOT, wire.E2E), offer.times_s, slo.times_s, strict=True)
-    for name, offered_s, stated_s in names:
-        if offered_s is not None and stated_s is not None:
-            shown[name] = ceil(10_000 * offered_s) / 10
-            if offered_s > stated_s:
-                takes.append("slower" if name == wire.TPOT else "later")
-    if offer.max_tokens:
-        shown[wire.MAX_TOKENS_FIELD] = offer.max_tokens
-        takes.append("fewer tokens")
-    expires = {wire.EXPIRES: 1000 * VALID_S, "quote": token}
-    return {**shown, **expires, "takes": list(dict.fromkeys(takes))}
 
 
 def _loop_refusal(service_class: str, loop: Loop) -> ApiError:

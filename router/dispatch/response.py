@@ -252,6 +252,7 @@ class CallResponse(Response):
                 )
             except ApiError as failure:
                 error = failure
+                await self._dispatcher.offers.add(call, error)
             else:
                 streams = answer.head.media_type == EVENT_STREAM
                 if streams:

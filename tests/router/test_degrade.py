@@ -112,6 +112,26 @@ async def test_another_model_or_adapter_answers_if_the_key_may_use_it() -> None:
     assert edge.side.calls[0][1].body["model"] == "local"
 
 
+async def test_a_model_that_is_too_short_for_the_request_is_no_alternative() -> None:
+    accepts = (Alternative(model="local"),)
+    config = RouterConfig(classes={"standard": ServiceClass(ttft_ms=400, accepts=accepts)})
+    for longest, said in ((63, None), (4_096, "model=local")):
+        side = FarSide(a=serve)
+        side.max_model_len = longest
+        response = await post(Edge(side, FarController(NO, guaranteed()), config), "standard")
+        assert response.headers.get("x-sluice-degraded") == said
+
+
+async def test_a_request_that_takes_up_a_quote_is_not_degraded() -> None:
+    edge = edge_of(NO, guaranteed())
+    async with edge.client() as client:
+        headers = {"x-sluice-quote": "0" * 32}
+        body = {**CHAT_BODY, "slo": {"class": "flexible"}}
+        await client.post("/v1/chat/completions", json=body, headers=headers)
+    (query,) = edge.controller.queries
+    assert query.takes and not query.elsewhere
+
+
 async def test_classes_without_alternatives_ask_once() -> None:
     edge = edge_of(best_effort())
     await post(edge, "standard")

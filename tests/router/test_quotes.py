@@ -15,11 +15,19 @@ from sluice.protocol.requests import request_key
 from sluice.replica.config import SimulatedEngineConfig
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
-from sluice.router.dispatch.placement import MAX_OFFERING
+from sluice.router.dispatch.offers import MAX_OFFERING
 from sluice.scheduling.placement.quotes import Offer, Quote
-from sluice.scheduling.request.job import NO_REPLICA, UNATTAINABLE, RouteDecision
+from sluice.scheduling.request.job import (
+    DECLINED,
+    NO_REPLICA,
+    UNATTAINABLE,
+    RouteDecision,
+    RouteQuery,
+)
+from tests.router.batches.routers import until_true
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, serve
 from tests.router.local_controller import LocalController
+from tests.router.test_admission import guaranteed, unattainable
 from tests.router.test_drain_moves_streams import Replicas
 
 ENGINE = SimulatedEngineConfig(step_s=0.005, token_s=0.0001, context_token_s=0.0)
@@ -165,6 +173,38 @@ async def test_a_token_is_checked_and_known_to_the_controller_by_its_key() -> No
             assert answer.status_code == status
     (query,) = controller.queries
     assert query.takes == request_key(token)
+
+
+async def test_a_token_that_nothing_is_held_for_waits_behind_the_others_of_its_class() -> None:
+    class Full(FarController):
+        free = False
+
+        async def route(self, query: RouteQuery) -> RouteDecision | None:
+            first = query.takes and not any(each.takes for each in self.queries)
+            self.queries.append(query)
+            if query.elsewhere:  # nothing is held
+                return RouteDecision(None, DECLINED)
+            return guaranteed() if self.free or first else unattainable()
+
+    waits = ServiceClass(ttft_ms=60_000, when_unattainable="queue", queue_limit_s=60)
+    config = RouterConfig(classes={"chat": waits}, default_class="chat")
+    edge = Edge(FarSide(a=serve), controller := Full("a"), config)
+    async with edge.client() as client, asyncio.TaskGroup() as tasks:
+
+        async def sent(**headers: str) -> None:
+            path = "/v1/chat/completions"
+            answer = await client.post(path, json=CHAT_BODY, headers=headers)
+            assert answer.status_code == 200, answer.text
+
+        async def queued(requests: int) -> None:
+            name = "sluice_admission_queue_requests"
+            await until_true(lambda: edge.sample(name, **{"class": "chat"}) == requests)
+
+        tasks.create_task(sent())
+        await queued(1)
+        tasks.create_task(sent(**{wire.QUOTE_HEADER: "0" * 32}))
+        await queued(2)
+        controller.free = True
 
 
 async def test_a_flood_of_refusals_asks_for_few_offers_at_a_time() -> None:
