@@ -197,7 +197,6 @@ RATIO = grid.Experiment(
 FLEETS: dict[str, tuple[systems.Layout, RoleShares | None]] = {
     **{layout.name: (layout, None) for layout in FOUR},
     "elastic": (FOUR[0], RoleShares()),
-    "elastic without hysteresis": (FOUR[0], RoleShares(gain=0.0)),
 }
 """The replicas at the start, and how their roles change; ``None``: not at all."""
 

@@ -71,11 +71,6 @@ POLICIES = grid.Experiment(
             title="Fig. 10: {}, mean over data sets",
         ),
         *grid.pivots(
-            {ATTAINED: "SLO attainment, mean over loads and setups"},
-            *(("dataset",), "policy"),
-            title="Fig. 10 by data set: {}",
-        ),
-        *grid.pivots(
             {"attainment_priority_2": "high", "attainment_priority_1": "low"},
             title="Fig. 13: SLO attainment, {} priority, setup 70b, sharegpt and azure",
             where={
