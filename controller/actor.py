@@ -369,13 +369,13 @@ class Controller:
             await asyncio.sleep(0)  # decisions have priority over this listing
         return LatestDecisions(now_s, pickled)
 
-    async def traffic(self) -> Traffic | None:
+    async def traffic(self, with_replicas: bool = False) -> Traffic | None:
         """What was recorded for the shadow policies since the last call, at most a part of it;
         ``None`` without any."""
         now_s = self._touch()
         if not isinstance(self._recent, RecordedDecisions):
             return None
-        return self._recent.read(self._mirror.replicas, now_s)
+        return self._recent.read(self._mirror.replicas, now_s, with_replicas)
 
     async def drain(
         self, replica_id: str, drain: bool, spare_last: bool = False

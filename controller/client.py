@@ -233,10 +233,11 @@ class ControllerClient:
         answer = await self._observer.answer("usage", timeout_s=SCRAPE_TIMEOUT_S)
         return answer
 
-    async def traffic(self) -> Traffic | None:
+    async def traffic(self, with_replicas: bool = False) -> Traffic | None:
         """The next of what the controller recorded for the shadow policies."""
         read: Traffic | None
-        read = await self._first.calls.answer("traffic", timeout_s=SCRAPE_TIMEOUT_S)
+        calls = self._first.calls
+        read = await calls.answer("traffic", with_replicas, timeout_s=SCRAPE_TIMEOUT_S)
         return read
 
     async def drain(

@@ -110,7 +110,8 @@ def _shadow(fleet: ModelFleet, config: SluiceConfig) -> Application:
         graceful_shutdown_timeout_s=2.0,
         graceful_shutdown_wait_loop_s=0.1,
     )
-    return shadow.bind(fleet, config.telemetry)
+    when = {name: entry.when_unattainable for name, entry in config.router.classes.items()}
+    return shadow.bind(fleet, when, config.telemetry)
 
 
 def check_ray(version: str = ray.__version__) -> None:

@@ -11,14 +11,13 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isnan
 from operator import itemgetter
 from typing import Final
 
-import numpy as np
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from ray import serve
@@ -27,11 +26,11 @@ from sluice.controller.client import ControllerClient, fleet_name
 from sluice.controller.observability.metrics import MetricsPusher
 from sluice.controller.observability.traffic import Traffic
 from sluice.deploy.config import ModelFleet
-from sluice.protocol.messages import ReplicaHello, RequestEnding
+from sluice.protocol.messages import RequestEnding
 from sluice.replica.config import EngineConfig
 from sluice.scheduling.batching import BatchPolicy, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, TOKEN_UNITS
-from sluice.scheduling.request.job import RouteQuery, Tier
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import ROLES, Role
@@ -51,16 +50,14 @@ from sluice.simulation.workload import Arrival
 from sluice.telemetry.logs import TelemetryConfig, configure_logs
 
 RECORD_S: Final = 120.0
-"""Length of a recording, seconds."""
-
 MAX_REQUESTS: Final = 20_000
-"""Most requests of a recording, which then ends early."""
+"""Length of a recording, seconds and requests."""
 
 ENDINGS_S: Final = 60.0
 """How long its last requests may take to end."""
 
-MAX_WINDOWS: Final = 360
-"""Windows that the shown figures rest on, the latest ones."""
+MAX_RECORDINGS: Final = 90
+"""Recordings that the shown figures rest on, the latest ones."""
 
 CPU_SHARE: Final = 0.1
 """Most of one core that replays use on average."""
@@ -73,7 +70,6 @@ a stall they would be large."""
 READ_S: Final = 0.5
 """Interval at which the controller's records are read while traffic is recorded."""
 
-ReportedReplicas = Mapping[str, tuple[ReplicaHello, np.void]]
 _LEARNED = "correction", "fixed_correction", "step_spread"
 _CHUNK_TOKENS = CHUNK_ENDS[0] // TOKEN_UNITS
 
@@ -82,16 +78,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Recording:
-    """Traffic of one stretch of time, by request id. A request counts as it first arrived."""
+    """Traffic from ``first``, a part of it with the replicas, to ``last``, such a part, too."""
 
-    began_s: float
-    replicas: ReportedReplicas
-    last: ReportedReplicas = field(default_factory=dict)
+    first: Traffic
+    last: Traffic | None = None
     queries: dict[str, tuple[float, RouteQuery]] = field(default_factory=dict)
+    """The first one of each request that arrived in it, with the time of its arrival."""
     endings: dict[str, RequestEnding] = field(default_factory=dict)
-    yielding: set[str] = field(default_factory=set)
-    queued: set[str] = field(default_factory=set)
-    """Classes of which requests may run without a promise, and of which they ask again for one."""
     open: bool = True
     """Whether requests that arrive are still recorded."""
     whole: bool = True
@@ -99,23 +92,13 @@ class Recording:
 
     def add(self, traffic: Traffic) -> None:
         """Take what was read."""
-        self.whole &= not traffic.lost and traffic.replicas.keys() == self.replicas.keys()
-        self.last = traffic.replicas
+        self.whole &= not traffic.lost and traffic.members == self.first.members
         for decided_s, query in traffic.queries if self.open else ():
-            if Tier.BEST_EFFORT in query.tiers:
-                self.yielding.add(query.slo.service_class)
-            elif query.request_id in self.queries and not (query.avoid or query.moves_from):
-                self.queued.add(query.slo.service_class)
-            if (arrived_s := decided_s - query.waited_s) >= self.began_s:
+            if (arrived_s := decided_s - query.waited_s) >= self.first.now_s:
                 self.queries.setdefault(query.request_id, (arrived_s, query))
         for ending in traffic.endings:
             if ending.request_id in self.queries:
                 self.endings[ending.request_id] = ending
-
-    @property
-    def ended(self) -> bool:
-        """Whether all its requests have ended."""
-        return len(self.endings) == len(self.queries)
 
     def records(self, block_tokens: int) -> list[Recorded]:
         """Its requests for a replay, in order of arrival; ``block_tokens``: of the replicas."""
@@ -124,30 +107,52 @@ class Recording:
 
     def _record(self, arrived_s: float, query: RouteQuery, block_tokens: int) -> Recorded:
         ending, slo, tokens = self.endings.get(query.request_id), query.slo, query.prompt_tokens
-        attained, output_tokens = False, 0
+        attained = kept = False
+        output_tokens = 0
         if ending is not None and ending.outcome in ("ok", "cancelled"):
             output_tokens = ending.tokens
             attained = ending.outcome == "ok" and not ending.missed
+            kept = attained and bool(ending.kept)
         if slo.stages:  # the lengths of the stages are not known: it is only load
             slo = SLO(priority=slo.priority, service_class=slo.service_class)
         hashes: tuple[int, ...] = ()
         if _CHUNK_TOKENS % block_tokens == 0:
             hashes = tuple(_blocks(query.prefix))[: tokens // _CHUNK_TOKENS]
-        when: WhenUnattainable = "queue" if slo.service_class in self.queued else "reject"
-        if slo.service_class in self.yielding:
-            when = "best_effort"
-        arrival = Arrival(
-            arrived_s,
-            max(1, tokens),
-            output_tokens,
-            slo,
-            f"{slo.service_class} {query.tenant}",
-            hashes,
-            tenant=query.tenant,
-            weight=query.weight,
+        task = f"{slo.service_class} {query.tenant}"
+        arrival = Arrival(arrived_s, max(1, tokens), output_tokens, slo, task, hashes)
+        arrival = arrival._replace(tenant=query.tenant, weight=query.weight)
+        return Recorded(arrival, attained, kept)
+
+    def replicas(self, fleet: ModelFleet, when: Mapping[str, WhenUnattainable]) -> Replicas:
+        """The replicas for a replay: real times are what they had learned at the end, times what
+        the steps in the recording took over that. ``when``: by class, what happens to a request
+        that none can promise."""
+        assert self.last is not None
+        headroom = fleet.config.engine.headroom
+        nodes: dict[Role, list[Node]] = {role: [] for role in ROLES}
+        for name, (hello, summary) in self.last.replicas.items():
+            work, fixed, spread = (float(summary[name]) for name in _LEARNED)
+            model = hello.profile.model.corrected(work, fixed, spread)
+            before = self.first.replicas[name][1]
+            steps = int(summary["steps"]) - int(before["steps"])
+            took = float(summary["step_ratio_sum"]) - float(before["step_ratio_sum"])
+            off = min(MAX_RATIO, max(1 / MAX_RATIO, took / steps)) if steps > 0 else 1.0
+            engine = VirtualEngineConfig(
+                kv_blocks=max(1, int(summary["total_kv_blocks"])),
+                block_tokens=hello.block_tokens,
+                max_batch_tokens=max(hello.block_tokens, hello.max_batch_tokens),
+                max_sequences=hello.max_sequences,
+            )
+            truth = Truth(model.corrected(work * off, fixed * off), min(MAX_NOISE, spread))
+            nodes[hello.role].append(Node(truth, Belief(model.with_headroom(headroom)), engine))
+        cluster = ClusterConfig(
+            replicas=len(nodes["mixed"]),
+            prefillers=len(nodes["prefill"]),
+            decoders=len(nodes["decode"]),
+            promise_level=fleet.controller.promise_level,
+            when_unattainable=dict(when),
         )
-        kept = attained and ending is not None and bool(ending.kept)
-        return Recorded(arrival, attained, kept, when)
+        return Replicas([node for role in ROLES for node in nodes[role]], cluster)
 
 
 def _blocks(prefix: Iterable[int]) -> Iterable[int]:
@@ -157,36 +162,6 @@ def _blocks(prefix: Iterable[int]) -> Iterable[int]:
         for number in range((end - before) // CHUNK_ENDS[0]):
             yield hash((chunk, number))
         before = end
-
-
-def replicas_of(
-    first: ReportedReplicas, last: ReportedReplicas, headroom: float, promise_level: float
-) -> Replicas:
-    """The replicas for a replay, of what they reported ``first`` and ``last`` in the recording:
-    real times are what they have learned, times what steps in between took over that."""
-    nodes: dict[Role, list[Node]] = {role: [] for role in ROLES}
-    for name, (hello, summary) in last.items():
-        work, fixed, spread = (float(summary[name]) for name in _LEARNED)
-        model = hello.profile.model.corrected(work, fixed, spread)
-        before = first[name][1]
-        steps = int(summary["steps"]) - int(before["steps"])
-        took = float(summary["step_ratio_sum"]) - float(before["step_ratio_sum"])
-        off = min(MAX_RATIO, max(1 / MAX_RATIO, took / steps)) if steps > 0 else 1.0
-        engine = VirtualEngineConfig(
-            kv_blocks=max(1, int(summary["total_kv_blocks"])),
-            block_tokens=hello.block_tokens,
-            max_batch_tokens=max(hello.block_tokens, hello.max_batch_tokens),
-            max_sequences=hello.max_sequences,
-        )
-        truth = Truth(model.corrected(work * off, fixed * off), min(MAX_NOISE, spread))
-        nodes[hello.role].append(Node(truth, Belief(model.with_headroom(headroom)), engine))
-    cluster = ClusterConfig(
-        replicas=len(nodes["mixed"]),
-        prefillers=len(nodes["prefill"]),
-        decoders=len(nodes["decode"]),
-        promise_level=promise_level,
-    )
-    return Replicas([node for role in ROLES for node in nodes[role]], cluster)
 
 
 def policies_of(fleet: ModelFleet, shadow: bool) -> Policies:
@@ -209,45 +184,49 @@ class ShadowMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        figure = partial(Gauge, labelnames=("figure",), registry=self.registry)
-        self.live = figure("sluice_shadow_live", "Measured in the compared windows.")
-        self.replayed = figure(
-            "sluice_shadow_replayed", "The same in the replay under the live policies."
+        gauge = partial(Gauge, registry=self.registry)
+        self.live = gauge("sluice_shadow_live", "Measured in the compared windows.", ["figure"])
+        self.replayed = gauge(
+            "sluice_shadow_replayed", "The same in the replay under the live policies.", ["figure"]
         )
-        self.difference = Gauge(
+        self.difference = gauge(
             "sluice_shadow_difference",
             "What the shadow policies would have changed, and its 95 % interval.",
-            ("figure", "bound"),
-            registry=self.registry,
+            ["figure", "bound"],
         )
-        self.windows = Gauge(
-            "sluice_shadow_windows", "Windows of traffic compared.", registry=self.registry
-        )
+        self.windows = gauge("sluice_shadow_windows", "Windows of traffic compared.")
         self.cpu = Counter(
             "sluice_shadow_cpu_seconds", "CPU time of replays.", registry=self.registry
         )
 
-    def show(self, windows: Floats) -> None:
-        """The figures over all windows."""
-        self.windows.set(len(windows))
-        for name, found in zip(FIGURES, estimates(windows), strict=True):
+    def show(self, recordings: Sequence[Floats]) -> None:
+        """The figures over all recordings."""
+        self.windows.set(sum(map(len, recordings)))
+        for name, found in zip(FIGURES, estimates(recordings), strict=True):
             if isnan(found.difference):
                 continue
             self.live.labels(name).set(found.live)
             self.replayed.labels(name).set(found.replayed)
-            bounds = {"expected": found.difference, "low": found.low, "high": found.high}
-            for bound, value in bounds.items():
-                self.difference.labels(name, bound).set(value)
+            self.difference.labels(name, "expected").set(found.difference)
+            self.difference.labels(name, "low").set(found.low)
+            self.difference.labels(name, "high").set(found.high)
 
 
 class ShadowReplays:
-    """Records a model's traffic, which ``read`` gives part by part, and replays it."""
+    """Records a model's traffic, which ``read`` gives part by part, and replays it. The argument of
+    ``read``: whether the replicas are wanted, too. ``when``: see :meth:`Recording.replicas`."""
 
-    def __init__(self, fleet: ModelFleet, read: Callable[[], Awaitable[Traffic | None]]) -> None:
+    def __init__(
+        self,
+        fleet: ModelFleet,
+        when: Mapping[str, WhenUnattainable],
+        read: Callable[[bool], Awaitable[Traffic | None]],
+    ) -> None:
         self.metrics = ShadowMetrics()
         self._fleet = fleet
+        self._when = when
         self._read = read
-        self._windows: deque[Floats] = deque(maxlen=MAX_WINDOWS)
+        self._compared: deque[Floats] = deque(maxlen=MAX_RECORDINGS)
 
     async def run(self) -> None:
         """Forever."""
@@ -260,38 +239,36 @@ class ShadowReplays:
 
     async def record(self) -> Recording | None:
         """The traffic of some minutes from the next request on; ``None`` if a part is missing."""
-        recording: Recording | None = None
-        async for traffic in self._unread():  # what came before is not whole
-            recording = Recording(traffic.now_s, traffic.replicas)
-        since_s = time.monotonic()
-        while True:
-            await asyncio.sleep(READ_S)
-            if recording is None or not (recording.whole and recording.replicas):
-                return None
+        traffic = await self._read(False)
+        while traffic is not None and traffic.more:  # what came before is not whole
+            traffic = await self._read(False)
+        first = await self._read(True)
+        await asyncio.sleep(READ_S)
+        if first is None or not first.replicas:
+            return None
+        recording, since_s = Recording(first), time.monotonic()
+        while recording.whole:
             if not recording.queries:
                 since_s = time.monotonic()
             age_s = time.monotonic() - since_s
             recording.open &= age_s < RECORD_S and len(recording.queries) < MAX_REQUESTS
-            answered = False
-            async for traffic in self._unread():
-                recording.add(traffic)
-                answered = not traffic.more
-            recording.whole &= answered  # without an answer, what was in it is lost
-            if not recording.open and (recording.ended or age_s > RECORD_S + ENDINGS_S):
+            ended = len(recording.endings) == len(recording.queries)
+            ends = not recording.open and (ended or age_s > RECORD_S + ENDINGS_S)
+            traffic = await self._read(ends)
+            if traffic is None:  # what was in it is lost
+                return None
+            recording.add(traffic)
+            if ends:
+                recording.last = traffic
                 return recording if recording.whole else None
-
-    async def _unread(self) -> AsyncIterator[Traffic]:
-        """All that the controller has recorded since the last time."""
-        traffic = await self._read()
-        while traffic is not None:
-            yield traffic
-            traffic = await self._read() if traffic.more else None
+            if not traffic.more:
+                await asyncio.sleep(READ_S)
+        return None
 
     def compare(self, recording: Recording, seed: int) -> float:
         """Replay a recording, and publish what comes of it. Returns for how long to rest."""
         began_s = time.thread_time()
-        settings = self._fleet.config.engine.headroom, self._fleet.controller.promise_level
-        replicas = replicas_of(recording.replicas, recording.last, *settings)
+        replicas = recording.replicas(self._fleet, self._when)
         records = recording.records(replicas.nodes[0].engine.block_tokens)
         live, shadow = policies_of(self._fleet, False), policies_of(self._fleet, True)
         try:
@@ -299,9 +276,9 @@ class ShadowReplays:
         except (StuckError, ValueError) as error:
             _log.warning("recorded traffic could not be replayed: %s", error)
         else:
-            self._windows.extend(found)
-            if self._windows:
-                self.metrics.show(np.array(self._windows))
+            if len(found):
+                self._compared.append(found)
+                self.metrics.show(self._compared)
         used_s = time.thread_time() - began_s
         self.metrics.cpu.inc(used_s)
         return used_s / CPU_SHARE
@@ -310,7 +287,12 @@ class ShadowReplays:
 class Shadow:
     """The process of one model's shadow policies."""
 
-    async def __init__(self, fleet: ModelFleet, telemetry: TelemetryConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self,
+        fleet: ModelFleet,
+        when: Mapping[str, WhenUnattainable],
+        telemetry: TelemetryConfig,
+    ) -> None:
         for thread in psutil.Process().threads():  # each has its own priority
             os.setpriority(os.PRIO_PROCESS, thread.id, 19)
         context = serve.get_replica_context()
@@ -318,7 +300,7 @@ class Shadow:
         configure_logs(telemetry.logs, source)
         name = fleet_name(context.app_name, fleet.key)
         self._client = await asyncio.to_thread(ControllerClient, name, fleet.controller)
-        replays = ShadowReplays(fleet, self._client.traffic)
+        replays = ShadowReplays(fleet, when, self._client.traffic)
         registry = replays.metrics.registry
         self._pusher = MetricsPusher(self._client, registry, source, period_s=2.0)
         self._pusher.start()

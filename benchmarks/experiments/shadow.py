@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
-
-import numpy as np
 
 from sluice.benchmarks.experiments import systems
 from sluice.benchmarks.experiments.grid import (
@@ -25,16 +24,16 @@ from sluice.benchmarks.experiments.systems import (
     ROUTER,
     SETUPS,
     Contender,
+    Layout,
     System,
     colocated,
 )
 from sluice.benchmarks.report import Table
 from sluice.scheduling import admission as admissions
-from sluice.scheduling.request.kernels import Floats
 from sluice.simulation.cluster import Node
+from sluice.simulation.config import Slowdown
 from sluice.simulation.engine import Belief, Truth
-from sluice.simulation.metrics import attained, stages
-from sluice.simulation.run import HEADROOM, Result
+from sluice.simulation.run import HEADROOM
 from sluice.simulation.shadow import (
     FIGURES,
     Estimate,
@@ -42,29 +41,37 @@ from sluice.simulation.shadow import (
     Recorded,
     Replicas,
     compared,
-    counted,
     estimates,
+    outcomes,
     sums,
 )
+from sluice.simulation.workload import Workload
 
 SETUP = SETUPS["70b"]
-FCFS = System(ROUTER, Contender("fcfs", "fcfs"), ADMISSION)
+IN_ORDER = Contender("fcfs", "fcfs")
+FCFS = System(ROUTER, IN_ORDER, ADMISSION)
 OURS = System(ROUTER, DEFAULT, ADMISSION)
+LEAD_S = 40.0
+"""A recording begins after this: planners have learned, and requests are running."""
+
+UNEQUAL = colocated(2)._replace(incidents=(Slowdown(0.0, 1, 2.0),))
 
 
 class Pair(NamedTuple):
-    """What is live, what is its shadow, and the number of replicas."""
+    """What is live, what is its shadow, and on which replicas."""
 
     live: System
     shadow: System
-    replicas: int = 1
+    layout: Layout = colocated(1)
 
 
 PAIRS = {
     "fcfs, shadow deadline_triage": Pair(FCFS, OURS),
     "deadline_triage, shadow fcfs": Pair(OURS, FCFS),
     "admission, shadow none": Pair(OURS, System(ROUTER, DEFAULT)),
-    "most_gain, shadow round_robin": Pair(OURS, System("round_robin", DEFAULT, ADMISSION), 2),
+    "round_robin, shadow most_gain": Pair(
+        System("round_robin", IN_ORDER), System("most_gain", IN_ORDER), UNEQUAL
+    ),
 }
 
 
@@ -78,80 +85,74 @@ def policies_of(system: System) -> Policies:
     )
 
 
-def records_of(result: Result) -> list[Recorded]:
-    """A run as controller and routers would have recorded it."""
-    requests = result.requests
-    met, promised = attained(requests, stages(requests)), ~np.isnan(requests.promised_s)
-    found = []
-    for key, each in enumerate(requests.arrivals):
-        tokens = 0 if key in requests.failures else each.output_tokens
-        arrival = each._replace(output_tokens=tokens, task=each.slo.service_class)
-        found.append(Recorded(arrival, bool(met[key]), bool(met[key] and promised[key])))
-    return found
+def recorded(made: Workload) -> Workload:
+    """What of a workload a recording has that begins with the first request after the lead."""
+    first = next(key for key, each in enumerate(made.arrivals) if each.arrival_s >= LEAD_S)
+    kept, first_s = made.arrivals[first:], made.arrivals[first].arrival_s
+    moved = (each._replace(arrival_s=each.arrival_s - first_s) for each in kept)
+    return replace(made, arrivals=tuple(moved))
 
 
 def measure(
     seed: int, pair: Pair, load: float, workload: str, seconds: float
 ) -> Mapping[str, float]:
-    """The live policies run, the shadow ones are predicted from their records alone, and then run
-    really: on the same arrivals, and on others of the same source (``new``)."""
-    make, layout = GENERATED[workload], colocated(pair.replicas)
-    rate = load * pair.replicas * full_load_rate(make, SETUP)
-    same, other = (make(SETUP, rate, round(rate * seconds), each) for each in (seed, seed + 50_000))
-    live = systems.run_cluster(same, pair.live, SETUP, layout, seed).result
+    """The live policies run, the shadow ones are predicted from a recording alone, and then run
+    really on the same arrivals, with other noise."""
+    make, layout = GENERATED[workload], pair.layout
+    rate = load * full_load_rate(make, SETUP)
+    made = make(SETUP, rate, round(rate * (LEAD_S + seconds)), seed)
+    live = systems.run_cluster(made, pair.live, SETUP, layout, seed).result
     nodes = [
         Node(Truth(each, each.spread), Belief(each.with_headroom(HEADROOM)), SETUP.engine)
         for each in live.learned
     ]
+    part = recorded(made)
+    first, failures = len(made) - len(part), live.requests.failures
+    outcome = zip(*(each[first:].tolist() for each in outcomes(live.requests)), strict=True)
+    records = []
+    for key, (each, of) in enumerate(zip(part.arrivals, outcome, strict=True), first):
+        tokens = 0 if key in failures else each.output_tokens
+        known = each._replace(output_tokens=tokens, task=each.slo.service_class)
+        records.append(Recorded(known, *of))
     sides = policies_of(pair.live), policies_of(pair.shadow)
-    windows = compared(
-        records_of(live), *sides, Replicas(nodes, layout.cluster), same.block_tokens, seed + 1_000
-    )
-    really = [
-        systems.run_cluster(made, pair.shadow, SETUP, layout, seed + 2_000 + place).result
-        for place, made in enumerate((same, other))
-    ]
+    replicas = Replicas(nodes, layout.cluster)
+    windows = compared(records, *sides, replicas, made.block_tokens, seed + 1_000)
+    real = systems.run_cluster(made, pair.shadow, SETUP, layout, seed + 2_000).result
+    shares = sums(part, *(each[first:] for each in outcomes(real.requests))).sum(0)
+    shares /= windows[:, 0].sum(0)
     found: dict[str, float] = {}
-    for place, (figure, estimate) in enumerate(zip(FIGURES, estimates(windows), strict=True)):
-        found |= {f"{figure}_{name}": value for name, value in estimate._asdict().items()}
-        for name, result in zip(("real", "new"), really, strict=True):
-            change = float(_shares(result)[place]) - estimate.live
-            found[f"{figure}_{name}"] = change
-            found[f"{figure}_{name}_in"] = float(estimate.low <= change <= estimate.high)
+    for figure, share, said in zip(FIGURES, shares, estimates([windows]), strict=True):
+        change = float(share) - said.live
+        found |= {f"{figure}_{name}": value for name, value in said._asdict().items()}
+        found[f"{figure}_real"] = change
+        found[f"{figure}_held"] = float(said.low <= change <= said.high)
     return found
-
-
-def _shares(result: Result) -> Floats:
-    workload, records = result.requests.workload, records_of(result)
-    met, kept = (np.array([getattr(r, name) for r in records]) for name in FIGURES[:2])
-    shares: Floats = sums(workload, met, kept).sum(0) / counted(workload).sum(0)
-    return shares
 
 
 def by_pair(rows: Rows) -> Table:
     """How often the interval held what was measured."""
     lines = []
-    for (pair, load), own in grouped(rows, "pair", "load").items():
+    for (pair,), own in grouped(rows, "pair").items():
         for figure in FIGURES:
             scale, digits = (1, 0) if figure == "tokens_per_s" else (100, 1)
             said = {n: scale * mean(own, f"{figure}_{n}") for n in (*Estimate._fields, "real")}
-            half = (said["high"] - said["low"]) / 2
-            held = [round(len(own) * mean(own, f"{figure}_{n}_in")) for n in ("real", "new")]
+            said["half"] = (said["high"] - said["low"]) / 2
+            columns = ("live", "replayed", "difference", "real", "half")
+            shown = [f"{said[name]:.{digits}f}" for name in columns]
+            held = round(sum(float(row[f"{figure}_held"]) for row in own))
             clear = sum(float(r[f"{figure}_low"]) * float(r[f"{figure}_high"]) > 0 for r in own)
-            shown = [f"{said[name]:.{digits}f}" for name in ("live", "difference", "real")]
-            counts = (f"{each} of {len(own)}" for each in (*held, clear))
-            lines.append((str(pair), f"{load:g}", figure, *shown, f"{half:.{digits}f}", *counts))
+            counts = (f"{each} of {len(own)}" for each in (held, clear))
+            lines.append((str(pair), figure, *shown, *counts))
     return Table(
         "What was predicted from the live policies' records, and what it really was",
         (
-            *("live and shadow", "load", "figure", "live", "predicted", "real", "half"),
-            *("held", "held, new arrivals", "without 0"),
+            *("live and shadow", "figure", "live", "replayed", "predicted", "real", "half"),
+            *("held", "without 0"),
         ),
         lines,
-        "Shares in percent. Predicted and real: the change against live, means over runs; half: of "
-        "the 95 % interval. Held: runs in which it held the real change on the same arrivals, and "
-        "on others of the same source, which it does not claim. Without 0: runs in which it said "
-        "in which direction.",
+        "Shares in percent, means over runs. Predicted and real: the change against live; half: of "
+        "the 95 % interval. Held: runs in which it held the real change. Without 0: runs in which "
+        "it said in which direction.",
     )
 
 
@@ -160,14 +161,15 @@ EXPERIMENT = Experiment(
     "ours",
     "Does what shadow policies predict from recorded traffic come true?",
     seeds=20,
-    setting="One replica, two for routing, whose planners begin with a wrong model. The prediction "
-    "has the records of the live run only: times, sizes, objectives, outcomes, and the latency "
-    "models that the replicas have learned. Then the shadow policies run really, with other noise.",
+    setting="One replica, for routing two of which one is half as fast. The prediction has a "
+    "recording of the live run only: times, sizes, objectives, outcomes, and the latency models "
+    "that the replicas have learned. It begins 40 s after the run. Then the shadow policies run "
+    "really, with other noise, on the same arrivals.",
     grids=[
         Product(
             measure,
-            {"pair": first(PAIRS, 2), "load": (1.1,)},
-            {"workload": "proserve sharegpt", "seconds": Scaled(90.0, 140.0)},
+            {"pair": first(PAIRS, 2)},
+            {"load": 1.1, "workload": "proserve sharegpt", "seconds": Scaled(90.0, 120.0)},
         )
     ],
     tables=(by_pair,),

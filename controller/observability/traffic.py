@@ -27,12 +27,14 @@ T = TypeVar("T")
 
 class Traffic(NamedTuple):
     """What came since the last answer, the oldest first: queries with the time of the decision, and
-    endings; and each replica as it registered, with its last summary. ``more``: there is more to
-    read; ``lost``: it was not read often enough."""
+    endings. ``members``: a number that is another one if replicas came or left; ``replicas``: if
+    asked for, each as it registered, with its last summary. ``more``: there is more to read;
+    ``lost``: it was not read often enough."""
 
     now_s: float
     queries: list[tuple[float, RouteQuery]]
     endings: list[RequestEnding]
+    members: int
     replicas: dict[str, tuple[ReplicaHello, np.void]]
     more: bool = False
     lost: bool = False
@@ -72,16 +74,18 @@ class RecordedDecisions(RecentDecisions):
         super().note(query, decision, decided_s, took_s, weighed)
         self._unread.append((decided_s, query))
 
-    def read(self, replicas: Mapping[str, MirroredReplica], now_s: float) -> Traffic:
+    def read(
+        self, replicas: Mapping[str, MirroredReplica], now_s: float, with_replicas: bool
+    ) -> Traffic:
         """The next of the traffic, which is dropped. ``O(MAX_READ + replicas)``."""
         lost = MAX_KEPT in (len(self._unread), len(self._ended.unread))
         queries = [
             (at_s, query._replace(client_request_id="")) for at_s, query in _taken(self._unread)
         ]
         endings = _taken(self._ended.unread)
-        found = {name: (each.hello, each.summary) for name, each in replicas.items()}
+        found = {n: (each.hello, each.summary) for n, each in replicas.items() if with_replicas}
         more = bool(self._unread or self._ended.unread)
-        return Traffic(now_s, queries, endings, found, more, lost)
+        return Traffic(now_s, queries, endings, hash(frozenset(replicas)), found, more, lost)
 
 
 def _taken(unread: deque[T]) -> list[T]:

@@ -27,7 +27,7 @@ async def test_it_is_read_once_and_holds_no_text_of_the_client() -> None:
     )
     await controller.route([asked])
     await controller.sync([ending("r1")])
-    found = await controller.traffic()
+    found = await controller.traffic(with_replicas=True)
     assert found is not None
     assert found.queries == [(clock(), asked._replace(client_request_id=""))]
     assert [each.request_id for each in found.endings] == ["r1"]
@@ -36,7 +36,11 @@ async def test_it_is_read_once_and_holds_no_text_of_the_client() -> None:
     assert (found.more, found.lost) == (False, False)
     assert b"secret" not in pickle.dumps(found)
     again = await controller.traffic()
-    assert again is not None and not again.queries and not again.endings
+    assert again is not None and not again.queries and not again.endings and not again.replicas
+    assert again.members == found.members
+    await controller.hello(hello("b"))
+    later = await controller.traffic()
+    assert later is not None and later.members != found.members
 
 
 async def test_it_is_bounded_and_what_is_lost_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

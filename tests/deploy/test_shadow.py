@@ -14,9 +14,9 @@ from sluice.controller.observability.traffic import Traffic
 from sluice.deploy import shadow
 from sluice.deploy.app import build
 from sluice.deploy.config import SluiceConfig, parse_config
-from sluice.deploy.shadow import Recording, ShadowReplays, policies_of, replicas_of
+from sluice.deploy.shadow import Recording, ShadowReplays, policies_of
 from sluice.protocol.messages import RequestEnding
-from sluice.scheduling.request.job import RouteQuery, Tier
+from sluice.scheduling.request.job import RouteQuery
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 from tests.controller.fleet import PROFILE, hello, summary
@@ -42,56 +42,31 @@ def ended(request_id: str, outcome: str = "ok", tokens: int = 20, **changes: Any
 def part(*of: Asked | RequestEnding, **changes: Any) -> Traffic:
     endings = [each for each in of if isinstance(each, RequestEnding)]
     queries = [each for each in of if not isinstance(each, RequestEnding)]
-    return Traffic(100.0, queries, endings, {"a": REPLICA})._replace(**changes)
+    return Traffic(100.0, queries, endings, 1, {"a": REPLICA})._replace(**changes)
 
 
 def recorded(*of: Asked | RequestEnding) -> Recording:
-    recording = Recording(100.0, {"a": REPLICA})
+    recording = Recording(part())
     recording.add(part(*of))
     return recording
-
-
-STRICT = SLO(ttft_s=1.0, service_class="strict")
-PROMISES_ONLY = frozenset({Tier.GUARANTEED})
 
 
 def test_requests_are_joined_with_their_endings_in_order_of_arrival() -> None:
     recording = recorded(
         asked("before", 99.0),
         asked("late", 103.0),
-        asked("refused", 102.0, slo=STRICT, tiers=PROMISES_ONLY),
+        asked("refused", 102.0),
         asked("kept", 101.0),
         ended("before"),
         ended("kept"),
         ended("late", missed=("ttft",), kept=False),
         ended("refused", "refused", 0, kept=None),
     )
-    assert recording.whole and recording.ended
+    assert recording.whole and len(recording.endings) == len(recording.queries)
     kept, refused, late = recording.records(16)
     assert (kept.arrival.output_tokens, kept.attained, kept.kept) == (20, True, True)
     assert (late.arrival.output_tokens, late.attained, late.kept) == (20, False, False)
     assert (refused.arrival.output_tokens, refused.attained) == (0, False)
-    assert (kept.unattainable, refused.unattainable) == ("best_effort", "reject")
-
-
-def test_a_class_whose_requests_ask_again_queues() -> None:
-    again = asked("a", 101.0, tiers=PROMISES_ONLY)
-    (record,) = recorded(again, again, ended("a")).records(16)
-    assert record.unattainable == "queue"
-
-
-@pytest.mark.parametrize("change", [{"moves_from": "a"}, {"avoid": ("a",)}])
-def test_a_request_that_is_asked_about_again_as_it_moves_does_not_queue(change: Any) -> None:
-    first = asked("a", 101.0, slo=STRICT, tiers=PROMISES_ONLY)
-    again = asked("a", 101.0, slo=STRICT, tiers=PROMISES_ONLY, **change)
-    (record,) = recorded(first, again).records(16)
-    assert record.unattainable == "reject"
-
-
-def test_a_request_that_is_promised_less_is_of_a_class_that_may_run_without() -> None:
-    less = asked("a", 101.0, tiers=PROMISES_ONLY)
-    records = recorded(asked("b", 102.0), less).records(16)
-    assert [each.unattainable for each in records] == ["best_effort"] * 2
 
 
 def test_chunks_become_blocks_of_one_size_that_prefixes_share() -> None:
@@ -113,7 +88,7 @@ def test_what_has_stages_is_load_without_an_objective() -> None:
     assert not record.arrival.slo.stated and record.arrival.slo.service_class == "agent"
 
 
-@pytest.mark.parametrize("change", [{"lost": True}, {"replicas": {"a": REPLICA, "b": REPLICA}}])
+@pytest.mark.parametrize("change", [{"lost": True}, {"members": 2}])
 def test_traffic_with_a_gap_or_other_replicas_is_not_compared(change: dict[str, Any]) -> None:
     recording = recorded(asked("a", 101.0))
     recording.add(part(**change))
@@ -127,8 +102,11 @@ def test_replicas_are_replayed_as_they_have_learned_and_as_slow_as_they_were() -
     first = {"d": (decode, summary()), "p": (prefill, learned.copy())}
     learned["steps"], learned["step_ratio_sum"] = 10, 15.0
     last = {"d": (decode, summary(total_kv_blocks=9)), "p": (prefill, learned)}
-    (one, other), cluster = replicas_of(first, last, 1.05, 0.9)
+    recording = Recording(part(replicas=first), part(replicas=last))
+    data = {"controller": {"promise_level": 0.9}, "engine": {"headroom": 1.05}}
+    (one, other), cluster = recording.replicas(parse_config(data).fleets[0], {"chat": "queue"})
     assert (cluster.prefillers, cluster.decoders, cluster.promise_level) == (1, 1, 0.9)
+    assert cluster.when_unattainable == {"chat": "queue"}
     assert (one.engine.kv_blocks, other.engine.kv_blocks) == (1_000, 9)
     assert (one.truth.noise, one.belief.model.headroom) == (0.05, 1.05)
     assert one.belief.model.fixed_s == pytest.approx(PROFILE.model.fixed_s * 1.2 * 1.05)
@@ -193,12 +171,13 @@ async def test_what_an_answer_that_did_not_come_had_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shadow, "READ_S", 0.001)
-    unread = [part(), part(asked("a", 101.0)), None]
+    unread = [part(), part(), part(asked("a", 101.0)), None]
 
-    async def read() -> Traffic | None:
+    async def read(with_replicas: bool) -> Traffic | None:
         return unread.pop(0)
 
-    assert await ShadowReplays(config(batching="fcfs").fleets[0], read).record() is None
+    assert await ShadowReplays(config(batching="fcfs").fleets[0], {}, read).record() is None
+    assert not unread
 
 
 async def test_it_records_replays_and_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +189,26 @@ async def test_it_records_replays_and_publishes(monkeypatch: pytest.MonkeyPatch)
     (fleet,) = config(batching="fcfs").fleets
     ids = [f"r{number}" for number in range(40)]
     requests = [asked(each, 100.0 + number / 8) for number, each in enumerate(ids)]
-    unread = [part(asked("old", 99.0), more=True), part(), part(*requests[:20])]
+    unread = [part(asked("old", 99.0), more=True), part(), part(), part(*requests[:20])]
     unread += [part(*requests[20:], *map(ended, ids))]
+    read_with_replicas = []
 
-    async def read() -> Traffic | None:
-        return unread.pop(0) if unread else part()
+    async def read(with_replicas: bool) -> Traffic | None:
+        if with_replicas:
+            read_with_replicas.append(len(unread))
+        found = unread.pop(0) if unread else part()
+        return found if with_replicas else found._replace(replicas={})
 
-    replays = ShadowReplays(fleet, read)
+    replays = ShadowReplays(fleet, {}, read)
     recording = await replays.record()
     assert recording is not None and list(recording.queries) == ids
+    assert read_with_replicas == [3, 0], "at its begin and its end"
     assert replays.compare(recording, 1) > 0, "then it rests"
 
     def value(name: str, **labels: str) -> float | None:
         return replays.metrics.registry.get_sample_value(f"sluice_shadow_{name}", labels)
 
-    assert value("windows") == 2
+    assert value("windows") == 3
     assert value("live", figure="attained") == 1.0
     low, change, high = (
         value("difference", figure="attained", bound=each) for each in ("low", "expected", "high")

@@ -15,7 +15,6 @@ from sluice.scheduling.routing import make_policy as make_routing
 from sluice.simulation.cluster import Node, simulate_cluster
 from sluice.simulation.config import ClusterConfig, EngineConfig
 from sluice.simulation.engine import Belief, Truth
-from sluice.simulation.metrics import attained, stages
 from sluice.simulation.run import Result
 from sluice.simulation.shadow import (
     FIGURES,
@@ -26,9 +25,8 @@ from sluice.simulation.shadow import (
     Recorded,
     Replicas,
     compared,
-    counted,
     estimates,
-    replayable,
+    outcomes,
     sums,
 )
 from sluice.simulation.workload import Arrival, Workload
@@ -73,21 +71,17 @@ def run(workload: Workload, side: Policies, noise: float, seed: int) -> Result:
 
 
 def records(result: Result) -> list[Recorded]:
-    requests = result.requests
-    met, promised = attained(requests, stages(requests)), ~np.isnan(requests.promised_s)
-    return [
-        Recorded(each, bool(met[key]), bool(met[key] and promised[key]))
-        for key, each in enumerate(requests.arrivals)
-    ]
+    found = zip(*(each.tolist() for each in outcomes(result.requests)), strict=True)
+    return [Recorded(a, *of) for a, of in zip(result.requests.arrivals, found, strict=True)]
 
 
 def test_without_noise_the_replay_of_the_live_policies_is_what_was_measured() -> None:
     live = policies("fcfs")
-    lasts_s = 2 * WARM_UP_S + 2.5 * WINDOW_S
-    found = records(run(traffic(1, lasts_s, 7.0), live, 0.0, 1))
+    lasts_s = 2 * WARM_UP_S + 2.4 * WINDOW_S
+    found = records(run(traffic(1, lasts_s, 9.0), live, 0.0, 1))
     windows = compared(found, live, live, replicas(0.0), 16)
     assert windows.shape == (2, 2 + 2 * SEEDS, len(FIGURES))
-    attained_, kept, tokens = estimates(windows)
+    attained_, kept, tokens = estimates([windows])
     assert 0 < attained_.live < 1 and kept.live > 0 and tokens.live > 0
     for each in (attained_, kept, tokens):
         # A replay learns lengths of outputs from the start, the live run on its way.
@@ -100,21 +94,22 @@ def test_the_interval_holds_what_the_other_policies_really_change() -> None:
     live, shadow = policies("deadline_triage"), policies("fcfs", None)
     made = traffic(2, 2 * WARM_UP_S + 6 * WINDOW_S, 7.0)
     found = records(run(made, live, 0.05, 1))
-    (change, _, _) = estimates(compared(found, live, shadow, replicas(0.05), 16, seed=9))
-    other = records(run(made, shadow, 0.05, 77))
-    met, kept = (np.array([getattr(each, name) for each in other]) for name in ("attained", "kept"))
-    really = sums(made, met, kept).sum(0)[0] / counted(made).sum(0)[0] - change.live
+    windows = compared(found, live, shadow, replicas(0.05), 16, seed=9)
+    (change, _, _) = estimates([windows])
+    other = outcomes(run(made, shadow, 0.05, 77).requests)
+    really = sums(made, *other).sum(0)[0] / windows[:, 0].sum(0)[0] - change.live
     assert change.low <= really <= change.high
     assert change.high < 0, "without deadlines fewer are in time, and the interval says so"
 
 
 def test_a_request_without_an_answer_has_the_length_of_another_of_its_task() -> None:
-    def one(at_s: float, tokens: int, tenant: int) -> Arrival:
-        return Arrival(at_s, 10, tokens, SLOW, f"standard {tenant}")
+    def one(at_s: float, tokens: int, tenant: int) -> Recorded:
+        return Recorded(Arrival(at_s, 10, tokens, SLOW, f"standard {tenant}"), False, False)
 
-    found = replayable([one(5, 7, 1), one(6, 0, 1), one(7, 90, 2), one(8, 0, 2)], 16, 0)
-    assert [each.output_tokens for each in found.arrivals] == [7, 7, 90, 90]
-    assert [each.arrival_s for each in found.arrivals] == [0, 1, 2, 3]
+    found = [one(5, 7, 1), one(26, 0, 1), one(27, 90, 2), one(28, 0, 2), one(65, 7, 1)]
+    windows = compared(found, policies("fcfs"), policies("fcfs"), replicas(0.0), 16)
+    assert len(windows) == 1 and windows[0, 0].tolist() == [3.0, 3.0, 20.0]
+    assert set(windows[0, 2:, 2]) == {7.0 + 90.0 + 90.0}
 
 
 def test_no_windows_and_windows_without_requests_give_no_figures() -> None:
@@ -126,5 +121,6 @@ def test_no_windows_and_windows_without_requests_give_no_figures() -> None:
         16,
     )
     assert len(short) == 0
+    assert all(isnan(each.difference) for each in estimates([short]))
     empty = np.zeros((3, 2 + 2 * SEEDS, len(FIGURES)))
-    assert all(isnan(each.difference) for each in estimates(empty))
+    assert all(isnan(each.difference) for each in estimates([empty]))
