@@ -32,7 +32,6 @@ from sluice.scheduling.routing import RoutingPolicy
 from sluice.simulation.config import (
     Autoscaling,
     ClusterConfig,
-    ElasticRoles,
     EngineConfig,
     WhenUnattainable,
 )
@@ -47,7 +46,7 @@ from sluice.simulation.mirror import (
     observed,
 )
 from sluice.simulation.program_queue import ProgramQueue
-from sluice.simulation.replica import Events, Incident, Replicas, VirtualReplica
+from sluice.simulation.replica import Events, Incident, Replicas, Shared, VirtualReplica
 from sluice.simulation.requests import Requests, Retry
 from sluice.simulation.run import TOO_LONG, Result, Size, result_of, sides
 from sluice.simulation.workload import Workload
@@ -122,18 +121,21 @@ class Scaler:
 
 
 class RoleChanger:
-    """Changes roles by the load of all replicas, as ``controller.state.drains`` does."""
+    """Changes roles by the load of all replicas, as ``controller.state.drains`` does; of another
+    role an engine has another policy."""
 
     def __init__(
         self,
-        config: ElasticRoles,
+        shares: RoleShares,
+        make_batch: Callable[[Role], BatchPolicy],
         events: Events,
         mirror: VirtualMirror,
         replicas: Mapping[str, VirtualReplica],
     ) -> None:
         self.sizes: dict[str, list[Size]] = {role: [] for role in ROLES}
         """The number of replicas of each role, with the times from which they had it."""
-        self._config = config
+        self._shares = shares
+        self._make_batch = make_batch
         self._events = events
         self._mirror = mirror
         self._replicas = replicas
@@ -143,11 +145,11 @@ class RoleChanger:
     def _look(self) -> None:
         now_s, fleet = self._events.now_s, self._mirror.fleet
         load = self._mirror.load_of_all(now_s)
-        change = self._config.shares.decide(load, members_of(fleet, now_s), self._means)
+        change = self._shares.decide(load, members_of(fleet, now_s), self._means)
         self._means = change.means
         for name, role in change.roles.items():
             self._mirror.assign(name, role)
-            self._replicas[name].follow(role, self._config.make_batch(role))
+            self._replicas[name].follow(role, self._make_batch(role))
         for role, count in zip(ROLES, split_of(members_of(fleet, now_s)), strict=True):
             sizes = self.sizes[role]
             if not sizes or sizes[-1].replicas != count:
@@ -201,12 +203,12 @@ class Endings:
         requests, now_s = self._requests, self._events.now_s
         self._pushes = False
         for key in sorted(self._promised):
-            self._mirror.behind(key, *late(requests, key), now_s)
+            self._mirror.by(key).behind(key, *late(requests, key), now_s)
         for key in self._ended:
             arrival = requests.arrivals[key]
             found = observed(requests, key)
             name, tokens = arrival.slo.service_class, arrival.output_tokens
-            self._mirror.learn(key, found, name, tokens, now_s)
+            self._mirror.by(key).learn(key, found, name, tokens, now_s)
         self._ended.clear()
         if self._promised:
             self._push_soon()
@@ -397,7 +399,7 @@ class Cluster:
         rng: np.random.Generator,
         admission: AdmissionPolicy | None = None,
         autoscaling: Autoscaling | None = None,
-        elastic: ElasticRoles | None = None,
+        change_roles: Callable[..., RoleChanger] | None = None,
     ) -> None:
         self.events = Events()
         self.moved = 0
@@ -423,9 +425,8 @@ class Cluster:
         self._timed = iter([key for key, arrival in arrivals if not arrival.after])
         self._awaited = {key: len(each.after) for key, each in enumerate(requests.arrivals)}
         self._programs = ProgramQueue(config.in_flight) if config.in_flight else None
-        self.replicas = Replicas(
-            config, make_engine, self.events, self._mirror, rng, self._finished, self._noticed
-        )
+        shared = Shared(config, self.events, self._mirror, rng, self._finished, self._noticed)
+        self.replicas = Replicas(shared, make_engine)
         self._named = self.replicas.named
         self._endings = Endings(requests, self._mirror, self.events, config.push_interval_s)
         self._judged = SLOCounter(requests)
@@ -436,10 +437,10 @@ class Cluster:
         """The scaler of each role; empty without autoscaling."""
         self.changer: RoleChanger | None = None
         """Changes roles; ``None`` where they are fixed."""
-        if elastic is not None:
+        if change_roles is not None:
             if not isinstance(self._mirror, VirtualMirror):
                 raise ValueError(f"cells must be 1 where roles change, got {config.cells}")
-            self.changer = RoleChanger(elastic, self.events, self._mirror, self._named)
+            self.changer = change_roles(self.events, self._mirror, self._named)
 
     def run(self, incidents: Sequence[Incident] = ()) -> float:
         """Run until every request has ended; return the time. Raises ValueError for an incident
@@ -582,7 +583,7 @@ class Cluster:
             self._wait(key, self._patience_s(key), REFUSED)
             return
         self._retried[key] = self._config.retries - left + 1
-        self.events.after(retry_after_s, partial(self._retry_refused, key, retry_after_s))
+        self.events.after(retry_after_s, partial(self._return, key, retry_after_s))
 
     def _accepts(self, key: int) -> bool:
         """Whether a refused request's client will take up an offer."""
@@ -596,24 +597,21 @@ class Cluster:
             return False
         self._accepted.add(key)
         slo = query.slo.with_times(offer.times_s)
-        self.events.after(ACCEPT_S, partial(self._accept, key, slo))
+        self.events.after(ACCEPT_S, partial(self._return, key, ACCEPT_S, slo))
         return True
 
-    def _accept(self, key: int, slo: SLO) -> None:
+    def _return(self, key: int, after_s: float, offered: SLO | None = None) -> None:
+        """A refused request's client sends it again, with the objective that it was offered."""
         requests, now_s = self._requests, self.events.now_s
         requests.arrived_at(key, now_s)
-        requests.restate(key, slo)
-        query = self._query(key)._replace(takes=key)
-        self._placed(key, query, self._mirror.place(query, now_s))
+        if offered is None:
+            self._place(key)
+        else:
+            requests.restate(key, offered)
+            query = self._query(key)._replace(takes=key)
+            self._placed(key, query, self._mirror.place(query, now_s))
         promised = not isnan(requests.promised_s[key])
-        requests.retries.append(Retry(key, now_s, ACCEPT_S, promised))
-
-    def _retry_refused(self, key: int, retry_after_s: float) -> None:
-        requests, now_s = self._requests, self.events.now_s
-        requests.arrived_at(key, now_s)
-        self._place(key)
-        promised = not isnan(requests.promised_s[key])
-        requests.retries.append(Retry(key, now_s, retry_after_s, promised))
+        requests.retries.append(Retry(key, now_s, after_s, promised))
 
     def _query(self, key: int) -> RouteQuery:
         requests, now_s = self._requests, self.events.now_s
@@ -667,7 +665,7 @@ class Cluster:
 
     def _lost(self, replica: VirtualReplica, key: int) -> None:
         """A request reached a replica that is gone."""
-        self._mirror.forget(replica.name)
+        self._mirror.of(replica.name).forget(replica.name)
         self._retry(key)
 
     def _retry(self, key: int) -> None:
@@ -694,7 +692,7 @@ class Cluster:
         if failure is not None:
             self._requests.failures[key] = failure
         self.loops.end(key, self.events.now_s)
-        self._mirror.ended(key, self._requests.whole_tokens(key))
+        self._mirror.by(key).ended(key, self._requests.whole_tokens(key))
         self._endings.ended(key)
         if self.scalers:
             self._judged.ended(key)
@@ -760,7 +758,7 @@ class Cluster:
         ]
 
     def _noticed(self, replica: VirtualReplica, keys: list[int]) -> None:
-        self._mirror.forget(replica.name)
+        self._mirror.of(replica.name).forget(replica.name)
         for key in keys:
             self._targets.pop(key, None)
             self._retry(key)
@@ -809,7 +807,7 @@ def simulate_cluster(
         network,
         admission,
         autoscaling,
-        None if roles is None else ElasticRoles(roles, make_batch),
+        None if roles is None else partial(RoleChanger, roles, make_batch),
     )
     end_s = run.run(incidents)
     up_s = sum(

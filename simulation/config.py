@@ -8,8 +8,6 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from sluice.scheduling.autoscaling import AutoscalingPolicy
-from sluice.scheduling.autoscaling.role_shares import RoleShares
-from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.placement.cells import MAX_CELLS
 from sluice.scheduling.placement.loops import IDLE_S
 from sluice.scheduling.roles import Role
@@ -165,13 +163,6 @@ class Autoscaling(NamedTuple):
     most: int
     interval_s: float = 2.0
     startup_s: float = 60.0
-
-
-class ElasticRoles(NamedTuple):
-    """Roles that change: what decides, and an engine's policy by its new role."""
-
-    shares: RoleShares
-    make_batch: Callable[[Role], BatchPolicy]
 
 
 class Failure(NamedTuple):

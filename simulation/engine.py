@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -38,7 +39,6 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.device import Launches
 from sluice.simulation.requests import Requests
 from sluice.simulation.rows import (
     ACCEPTED,
@@ -62,6 +62,22 @@ from sluice.simulation.rows import (
 from sluice.simulation.workload import Arrival
 
 _DRAWS = 4096
+
+
+class Launches(NamedTuple):
+    """Seconds of the loop to launch a batch: of decodes alone, with prefills, and of more than
+    ``graph_tokens`` tokens, which no CUDA graph has."""
+
+    decodes_s: float
+    prefills_s: float
+    eager_s: float
+    graph_tokens: int = 512
+
+    def launch_s(self, tokens: float, prefill_tokens: float) -> float:
+        """For a batch of ``tokens``, of which ``prefill_tokens`` are of prefills."""
+        if not prefill_tokens:
+            return self.decodes_s
+        return self.eager_s if tokens > self.graph_tokens else self.prefills_s
 
 
 class Truth:

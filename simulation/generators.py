@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import erfc, exp, inf, log, pi, sqrt
 from statistics import NormalDist
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,15 +153,28 @@ def _bisected(before: Callable[[float], Any], low: float, high: float) -> float:
 Times = NDArray[np.float64]
 
 
-class ArrivalProcess(Protocol):
-    """When requests arrive."""
+@dataclass(frozen=True, slots=True)
+class ArrivalProcess:
+    """When requests arrive. Raises :class:`ValueError`: a rate or a length of time is not positive
+    and finite."""
+
+    words: ClassVar[str]
+    """The process and its parameters, ``{0}``, in words."""
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "cv", "on_s", "off_s", "period_s", "surge_s", "between_s"):
+            value = getattr(self, name, 1.0)
+            if not 0 < value < inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
 
     @property
     def description(self) -> str:
-        """The process and its parameters in words."""
+        """The process in words."""
+        return self.words.format(self)
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Arrival times of ``count`` requests, seconds, ascending from 0 or later."""
+        raise NotImplementedError
 
 
 MakeArrivals = Callable[[float], ArrivalProcess]
@@ -172,25 +185,12 @@ _GRID = 200_001
 """Points between which the sum of a varying rate is taken to be straight."""
 
 
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
-
-
 @dataclass(frozen=True, slots=True)
-class Poisson:
+class Poisson(ArrivalProcess):
     """Independent arrivals: exponential gaps."""
 
+    words = "Poisson at {0.rate:.4g} requests/s"
     rate: float
-
-    def __post_init__(self) -> None:
-        _positive(rate=self.rate)
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return f"Poisson at {self.rate:.4g} requests/s"
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Running sums of exponential gaps."""
@@ -198,19 +198,12 @@ class Poisson:
 
 
 @dataclass(frozen=True, slots=True)
-class Gamma:
+class Gamma(ArrivalProcess):
     """Gamma gaps of variation ``cv``: 1 is Poisson, above 1 is bursty."""
 
+    words = "Gamma gaps of variation {0.cv:g} at {0.rate:.4g} requests/s"
     rate: float
     cv: float = 2.0
-
-    def __post_init__(self) -> None:
-        _positive(rate=self.rate, cv=self.cv)
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return f"Gamma gaps of variation {self.cv:g} at {self.rate:.4g} requests/s"
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Running sums of Gamma gaps of shape ``1 / cv**2``."""
@@ -219,28 +212,24 @@ class Gamma:
 
 
 @dataclass(frozen=True, slots=True)
-class OnOff:
+class OnOff(ArrivalProcess):
     """Poisson bursts and silence in turn, both of exponential length; raises :class:`ValueError`.
 
     The defaults are the first half of the Azure 2023 code trace, cut at silences of 5 s. The rate
     of few bursts varies: 600 requests came at 0.45 to 3.3 times it in nine of ten draws."""
 
+    words = (
+        "bursts of {0.on_s:g} s and silences of {0.off_s:g} s on average, both exponential, "
+        "Poisson in a burst, {0.rate:.4g} requests/s over all"
+    )
     rate: float
     on_s: float = 17.0
     off_s: float = 39.0
 
     def __post_init__(self) -> None:
-        _positive(rate=self.rate, on_s=self.on_s, off_s=self.off_s)
+        ArrivalProcess.__post_init__(self)
         if self.rate * (self.on_s + self.off_s) < 0.01:
             raise ValueError(f"a rate of {self.rate} leaves 100 bursts without a request")
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return (
-            f"bursts of {self.on_s:g} s and silences of {self.off_s:g} s on average, both "
-            f"exponential, Poisson in a burst, {self.rate:.4g} requests/s over all"
-        )
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Poisson arrivals on a clock that runs in bursts only, moved on by the silences."""
@@ -256,29 +245,25 @@ class OnOff:
 
 
 @dataclass(frozen=True, slots=True)
-class Diurnal:
+class Diurnal(ArrivalProcess):
     """Poisson arrivals whose rate is a cosine, least at the start, with amplitude ``swing`` of its
     mean; it ``begins`` at this share of the period. Raises :class:`ValueError`."""
 
+    words = (
+        "Poisson whose rate swings by {0.swing:.0%} around {0.rate:.4g} requests/s in "
+        "{0.period_s:g} s"
+    )
     rate: float
     period_s: float = 86_400.0
     swing: float = 0.8
     begins: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(rate=self.rate, period_s=self.period_s)
+        ArrivalProcess.__post_init__(self)
         if not (0 <= self.swing < 1 and 0 <= self.begins < 1):
             raise ValueError(
                 f"swing and begins must be from 0 to below 1, got {self.swing} and {self.begins}"
             )
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return (
-            f"Poisson whose rate swings by {self.swing:.0%} around {self.rate:.4g} requests/s in "
-            f"{self.period_s:g} s"
-        )
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Poisson arrivals at rate 1, moved to when the sum of the real rate is theirs."""
@@ -295,26 +280,22 @@ class Diurnal:
 
 
 @dataclass(frozen=True, slots=True)
-class Surges:
+class Surges(ArrivalProcess):
     """A steady load with surges of ``factor`` (> 1) times its rate, of exponential length."""
 
+    words = (
+        "surges of {0.surge_s:g} s on average at {0.factor:g} times the rate of the "
+        "{0.between_s:g} s between them, {0.rate:.4g} requests/s over all"
+    )
     rate: float
     factor: float = 4.0
     surge_s: float = 120.0
     between_s: float = 240.0
 
     def __post_init__(self) -> None:
-        _positive(rate=self.rate, surge_s=self.surge_s, between_s=self.between_s)
+        ArrivalProcess.__post_init__(self)
         if not 1 < self.factor < inf:
             raise ValueError(f"factor must be above 1 and finite, got {self.factor}")
-
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return (
-            f"surges of {self.surge_s:g} s on average at {self.factor:g} times the rate of the "
-            f"{self.between_s:g} s between them, {self.rate:.4g} requests/s over all"
-        )
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Poisson arrivals at rate 1, moved to when the sum of the real rate is theirs."""
@@ -333,13 +314,10 @@ class Surges:
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
+class AtOnce(ArrivalProcess):
     """Every request at 0."""
 
-    @property
-    def description(self) -> str:
-        """The process in words."""
-        return "all at once"
+    words = "all at once"
 
     def times(self, count: int, rng: np.random.Generator) -> Times:
         """Zeros."""

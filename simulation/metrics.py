@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from sluice.scheduling.request.kernels import Floats, Ints, compiled, next_due_s
 from sluice.scheduling.request.objective import SLO, WINDOW_TOKENS, Anchor, GainWeights, TPOTAnchor
 from sluice.simulation.requests import Requests
-from sluice.simulation.run import Result
 from sluice.simulation.workload import Workload
 
 ENVELOPE = Anchor.ENVELOPE.code
@@ -71,7 +70,9 @@ def stages(requests: Requests) -> Stages:
     emitted_s, offsets = requests.emitted_s, requests.offsets
     first = offsets[:-1]
     left = ~np.isnan(emitted_s)
-    emitted = _per_stage(left.astype(np.int64), offsets)
+    emitted: Ints = left.astype(np.int64)
+    if len(emitted):
+        emitted = np.add.reduceat(emitted, first)
     complete = emitted == requests.stage_tokens
     arrival_s = np.array([arrival.arrival_s for arrival in requests.arrivals])
     start_s = arrival_s[requests.stage_request]
@@ -88,11 +89,6 @@ def stages(requests: Requests) -> Stages:
         emitted,
         complete,
     )
-
-
-def _per_stage(values: Ints, offsets: Ints) -> Ints:
-    sums: Ints = np.add.reduceat(values, offsets[:-1]) if len(values) else values
-    return sums
 
 
 def _tpots(requests: Requests, start_s: Floats, emitted: Ints) -> dict[TPOTMetric, Floats]:
@@ -246,87 +242,3 @@ def worst_by_request(requests: Requests, measured: Stages, values: Floats) -> Fl
     worst = np.full(len(requests), -np.inf)
     np.fmax.at(worst, measured.request, values)
     return np.where(np.isinf(worst), nan, worst)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Figures of one run. Seconds unless named; nan where nothing has the figure.
-
-    Every request counts, and above capacity attainment falls for as long as the run lasts: compare
-    runs of one length. ``effective_rate``: offered rate times attainment (FairBatching's effective
-    RPS); ``goodput``, ``throughput``: requests that met every objective, output tokens, per second
-    of the whole run; TTFT quantiles are of first stages, TPOT's of worst ones;
-    ``recomputed_share``: of the computed tokens; ``correction``: mean learnt factor on the
-    belief."""
-
-    workload: str
-    scaling: str
-    tpot_metric: str
-    requests: int
-    finished: int
-    failed: int
-    offered_rate: float
-    attainment: float
-    tdg_ratio: float
-    effective_rate: float
-    goodput: float
-    throughput: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    tpot_p50_s: float
-    tpot_p99_s: float
-    longest_wait_s: float
-    steps: int
-    mean_step_s: float
-    utilisation: float
-    preemptions: int
-    recomputed_share: float
-    correction: float
-
-
-def summarise(result: Result) -> Summary:
-    """The summary of a run, by each objective's own TPOT."""
-    requests = result.requests
-    workload = requests.workload
-    measured = stages(requests)
-    met = attained(requests, measured)
-    first = measured.ttft_s[requests.first_stage[:-1]]
-    tpot_s = worst_by_request(requests, measured, judged_tpot_s(requests, measured))
-    count = len(requests)
-    attainment = float(met.mean()) if count else nan
-    lasted_s = result.end_s - workload.arrivals[0].arrival_s if count else 0.0
-    failed = len(requests.failures)
-    return Summary(
-        workload=workload.name,
-        scaling=workload.scaling,
-        tpot_metric=metric_name(None, requests.stage_slos),
-        requests=count,
-        finished=count - failed,
-        failed=failed,
-        offered_rate=workload.rate,
-        attainment=attainment,
-        tdg_ratio=deadline_gain(requests, measured).ratio,
-        effective_rate=workload.rate * attainment,
-        goodput=_share(int(met.sum()), lasted_s),
-        throughput=_share(int(measured.emitted.sum()), lasted_s),
-        ttft_p50_s=_quantile(first, 0.5),
-        ttft_p99_s=_quantile(first, 0.99),
-        tpot_p50_s=_quantile(tpot_s, 0.5),
-        tpot_p99_s=_quantile(tpot_s, 0.99),
-        longest_wait_s=_quantile(first, 1.0),
-        steps=sum(result.steps),
-        mean_step_s=_share(result.busy_s, sum(result.steps)),
-        utilisation=_share(result.busy_s, result.up_s),
-        preemptions=result.preemptions,
-        recomputed_share=_share(result.recomputed_tokens, result.computed_tokens),
-        correction=result.correction,
-    )
-
-
-def _quantile(values: Floats, share: float) -> float:
-    values = values[~np.isnan(values)]
-    return float(np.quantile(values, share)) if len(values) else nan
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else nan

@@ -159,6 +159,14 @@ class VirtualMirror:
         """How many it knows."""
         return len(self._known)
 
+    def of(self, name: str) -> VirtualMirror:
+        """The mirror of a replica."""
+        return self
+
+    def by(self, key: int) -> VirtualMirror:
+        """The mirror that decided last on a request."""
+        return self
+
     def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
         """A replica says hello. ``given`` are the keys that it gets, in order; the list grows."""
         self._known[name] = _Known(given, sent.report.role)
@@ -292,52 +300,22 @@ class CellMirrors:
             VirtualMirror(config, deepcopy(routing), admission, depths) for _ in range(config.cells)
         ]
         self._choice = CellChoice(config.cells)
-        # Which cell decided last on each request.
         self._placed: dict[int, VirtualMirror] = {}
         self.calibration = self._cells[0].calibration
         """The first cell's margins; ``None``: no cell has any."""
 
-    def _owner(self, name: str) -> VirtualMirror:
+    def of(self, name: str) -> VirtualMirror:
+        """The cell of a replica."""
         return self._cells[cell_of(name, len(self._cells))]
 
-    def register(self, name: str, given: Sequence[int], sent: Sent, now_s: float) -> None:
-        """A replica says hello to its cell."""
-        self._owner(name).register(name, given, sent, now_s)
-
-    def receive(self, name: str, sent: Sent, now_s: float) -> None:
-        """A report arrives at its replica's cell."""
-        self._owner(name).receive(name, sent, now_s)
-
-    def forget(self, name: str) -> None:
-        """A replica is gone."""
-        self._owner(name).forget(name)
+    def by(self, key: int) -> VirtualMirror:
+        """The cell that decided last on a request."""
+        return self._placed.get(key, self._cells[0])
 
     def release(self, key: int) -> None:
         """The router abandons the decision on a request."""
         for cell in self._cells:
             cell.release(key)
-
-    def ended(self, key: int, tokens: int) -> None:
-        """A request has ended."""
-        if key in self._placed:
-            self._placed[key].ended(key, tokens)
-
-    def learn(
-        self,
-        key: int,
-        observed: Times | None,
-        service_class: str,
-        output_tokens: int,
-        now_s: float,
-    ) -> None:
-        """The cell that placed a request learns from it."""
-        cell = self._placed.get(key, self._cells[0])
-        cell.learn(key, observed, service_class, output_tokens, now_s)
-
-    def behind(self, key: int, ttft_s: float | None, tpot_s: float | None, now_s: float) -> None:
-        """The cell that placed a request learns that it is late."""
-        if key in self._placed:
-            self._placed[key].behind(key, ttft_s, tpot_s, now_s)
 
     def order(self, queries: Sequence[RouteQuery], now_s: float) -> list[Planned]:
         """In the order given."""

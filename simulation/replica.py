@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,25 +51,28 @@ class Events:
 _NO_ROWS = np.zeros(0, ROW)
 
 
-class VirtualReplica:
-    """Steps its engine whenever it has requests, and reports to a mirror. ``on_finished``: with
-    requests complete here: all output emitted, or KV computed for another replica."""
+class Shared(NamedTuple):
+    """What the replicas of a run have in common; ``rng``: of lost reports. ``finished`` gets the
+    requests that are complete at a replica: all output emitted, or KV computed for another one;
+    ``noticed`` what a failed one held, when the router notices."""
 
-    def __init__(
-        self,
-        name: str,
-        role: Role,
-        engine: VirtualEngine,
-        events: Events,
-        mirror: VirtualMirror | CellMirrors,
-        config: ClusterConfig,
-        rng: np.random.Generator,
-        on_finished: Callable[[VirtualReplica, list[int]], None],
-    ) -> None:
+    config: ClusterConfig
+    events: Events
+    mirror: VirtualMirror | CellMirrors
+    rng: np.random.Generator
+    finished: Callable[[VirtualReplica, list[int]], None]
+    noticed: Callable[[VirtualReplica, list[int]], None]
+
+
+class VirtualReplica:
+    """Steps its engine whenever it has requests, and reports to a mirror."""
+
+    def __init__(self, name: str, role: Role, engine: VirtualEngine, shared: Shared) -> None:
         self.name = name
         self.role = role
         self.engine = engine
         self.alive = True
+        events = shared.events
         self.draining = False
         self.started_s = events.now_s
         self.ended_s: float | None = None
@@ -76,11 +80,9 @@ class VirtualReplica:
         """How long it took from :meth:`drain` until it was empty, seconds."""
         self._drain_at_s = 0.0
         self.given: list[int] = []
+        self._shared = shared
         self._events = events
-        self._mirror = mirror
-        self._config = config
-        self._rng = rng
-        self._on_finished = on_finished
+        self._mirror = shared.mirror.of(name)
         self._stepping = False
         self._waking = False
         self._kept = 0
@@ -88,7 +90,7 @@ class VirtualReplica:
         self._transfers = NO_TRANSFERS
         self._made_s = self._stepped_s = events.now_s
         self._timer = 0
-        mirror.register(name, self.given, self._report(), events.now_s)
+        self._mirror.register(name, self.given, self._report(), events.now_s)
         self._plan_report()
 
     def submit(self, key: int) -> bool:
@@ -186,7 +188,7 @@ class VirtualReplica:
         self._stepped_s = self._events.now_s
         finished = self.engine.complete(self._stepped_s)
         if finished:
-            self._on_finished(self, finished)
+            self._shared.finished(self, finished)
         giving, self._giving = self._giving, {}
         for key, then in giving.items():
             if self.engine.withdraw(key):
@@ -197,7 +199,7 @@ class VirtualReplica:
 
     def _plan_report(self) -> None:
         """The next report is due an interval or a heartbeat after the last one."""
-        config = self._config
+        config = self._shared.config
         wait_s = config.report_interval_s if self.engine.live else config.heartbeat_s
         self._timer += 1
         self._events.at(self._made_s + wait_s, partial(self._report_due, self._timer))
@@ -210,8 +212,8 @@ class VirtualReplica:
 
     def _send_report(self) -> None:
         self._made_s = self._events.now_s
-        if self._rng.random() >= self._config.report_loss:
-            at_s = self._made_s + self._config.report_delay_s
+        if self._shared.rng.random() >= self._shared.config.report_loss:
+            at_s = self._made_s + self._shared.config.report_delay_s
             arrives = partial(self._mirror.receive, self.name, self._report(), at_s)
             self._events.at(at_s, arrives)
 
@@ -244,34 +246,20 @@ Incident = Failure | Resize | Slowdown
 
 
 class Replicas:
-    """Starts the replicas of ``config``, and those of incidents and autoscaling. ``noticed``:
-    called with what a failed replica held, when the router notices."""
+    """Starts the replicas of the configuration, and those of incidents and autoscaling."""
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        make_engine: Callable[[Role, int], VirtualEngine],
-        events: Events,
-        mirror: VirtualMirror | CellMirrors,
-        rng: np.random.Generator,
-        finished: Callable[[VirtualReplica, list[int]], None],
-        noticed: Callable[[VirtualReplica, list[int]], None],
-    ) -> None:
+    def __init__(self, shared: Shared, make_engine: Callable[[Role, int], VirtualEngine]) -> None:
         self.started: list[VirtualReplica] = []
         """Every replica that there was, in order of start."""
         self.named: dict[str, VirtualReplica] = {}
         """The same by name."""
-        self.roles = tuple(role for role, count in config.counts.items() if count)
-        """Those of ``config``."""
-        self._config = config
+        counts = shared.config.counts
+        self.roles = tuple(role for role, count in counts.items() if count)
+        """Those of the configuration."""
+        self._shared = shared
         self._make_engine = make_engine
-        self._events = events
-        self._mirror = mirror
-        self._rng = rng
-        self._finished = finished
-        self._noticed = noticed
         for role in self.roles:
-            self._grow(role, config.counts[role])
+            self._grow(role, counts[role])
 
     def change(self, role: Role, change: int) -> None:
         """Add ``change`` replicas of a role; if negative, the youngest leave."""
@@ -301,17 +289,8 @@ class Replicas:
 
     def _grow(self, role: Role, count: int) -> None:
         for _ in range(count):
-            name = f"{role}-{len(self.started)}"
-            replica = VirtualReplica(
-                name,
-                role,
-                self._make_engine(role, len(self.started)),
-                self._events,
-                self._mirror,
-                self._config,
-                self._rng,
-                self._finished,
-            )
+            name, engine = f"{role}-{len(self.started)}", self._make_engine(role, len(self.started))
+            replica = VirtualReplica(name, role, engine, self._shared)
             self.started.append(replica)
             self.named[name] = replica
 
@@ -330,6 +309,7 @@ class Replicas:
         if replica is None:
             return
         keys = replica.fail()
-        self._events.after(DETECTED_AFTER_S, partial(self._noticed, replica, keys))
+        shared = self._shared
+        shared.events.after(DETECTED_AFTER_S, partial(shared.noticed, replica, keys))
         if failure.down_s is not None:
-            self._events.after(failure.down_s, partial(self._grow, replica.role, 1))
+            shared.events.after(failure.down_s, partial(self._grow, replica.role, 1))

@@ -177,58 +177,41 @@ def _load(file: Path, stream: IO[str], slo: SLO, limit: int) -> Workload:
 
 
 def _records(file: Path, stream: IO[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and columns of each request, from JSON lines or from CSV with a header."""
-    lines = _lines(file, stream)
-    first = next(lines, None)
-    if first is None:
-        raise TraceError(f"{file}: is empty")
-    if first[1].lstrip().startswith("{"):
-        yield from _json_records(file, first, lines)
-    else:
-        yield from _csv_records(file, first, lines)
-
-
-def _lines(file: Path, stream: IO[str]) -> Iterator[tuple[int, str]]:
-    """Each line that is not blank, with its number; no line is held whole beyond the limit."""
+    """Line number and columns of each request, from JSON lines or from CSV with a header. No line
+    is held whole beyond the limit."""
+    header: list[str] | None = None  # of JSON lines it is empty
     number = 0
     while text := stream.readline(_MAX_LINE + 1):
         number += 1
         if len(text) > _MAX_LINE:
             raise TraceError(f"{file}:{number}: line longer than {_MAX_LINE} characters")
-        if text.strip():
-            yield number, text
+        if not text.strip():
+            continue
+        if header is None and not text.lstrip().startswith("{"):
+            header = [name.strip() for name in _cells(file, number, text)]
+            _recognised(file, dict.fromkeys(header))
+            continue
+        header = header or []
+        yield number, _csv(file, number, text, header) if header else _json(file, number, text)
+    if header is None:
+        raise TraceError(f"{file}: is empty")
 
 
-def _json_records(
-    file: Path, first: tuple[int, str], rest: Iterator[tuple[int, str]]
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    number, text = first
-    while True:
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{file}:{number}: is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise TraceError(f"{file}:{number}: must be a JSON object, got {_shown(record)}")
-        yield number, record
-        following = next(rest, None)
-        if following is None:
-            return
-        number, text = following
+def _json(file: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{file}:{number}: is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{file}:{number}: must be a JSON object, got {_shown(record)}")
+    return record
 
 
-def _csv_records(
-    file: Path, first: tuple[int, str], rest: Iterator[tuple[int, str]]
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    header = [name.strip() for name in _cells(file, *first)]
-    _recognised(file, dict.fromkeys(header))
-    for number, text in rest:
-        cells = _cells(file, number, text)
-        if len(cells) != len(header):
-            raise TraceError(
-                f"{file}:{number}: has {len(cells)} columns, the header has {len(header)}"
-            )
-        yield number, dict(zip(header, cells, strict=True))
+def _csv(file: Path, number: int, text: str, header: list[str]) -> dict[str, Any]:
+    cells = _cells(file, number, text)
+    if len(cells) != len(header):
+        raise TraceError(f"{file}:{number}: has {len(cells)} columns, the header has {len(header)}")
+    return dict(zip(header, cells, strict=True))
 
 
 def _cells(file: Path, number: int, text: str) -> list[str]:

@@ -23,8 +23,7 @@ from sluice.scheduling.roles import Role
 from sluice.simulation import metrics, preemption
 from sluice.simulation.cluster import REFUSED, Node, simulate_cluster
 from sluice.simulation.config import Autoscaling, ClusterConfig, EngineConfig, WhenUnattainable
-from sluice.simulation.device import Launches
-from sluice.simulation.engine import Belief, Truth
+from sluice.simulation.engine import Belief, Launches, Truth
 from sluice.simulation.replica import Incident
 from sluice.simulation.requests import Requests
 from sluice.simulation.run import HEADROOM, Result, simulate

@@ -46,11 +46,11 @@ from sluice.scheduling.batching import make_policy
 from sluice.scheduling.request.kernels import Floats
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig
-from sluice.simulation.device import H100
 from sluice.simulation.engine import Belief, Truth, VirtualEngine
 from sluice.simulation.metrics import TPOTMetric, stages
 from sluice.simulation.requests import Requests
 from sluice.simulation.workload import Arrival, Workload
+from tests.replica.gpu_device import H100
 
 SEEDS: Final = {0.5: 7, 1.0: 8, 1.5: 9}
 """The seed of the arrivals at each load."""

@@ -20,11 +20,12 @@ from sluice.benchmarks.live.report import table
 from sluice.benchmarks.options import number_option, show
 from sluice.replica.vllm.local_model import local_model
 from sluice.scheduling.latency.model import LinearLatency
-from sluice.simulation.device import Device, Launches
+from sluice.simulation.engine import Launches
 
 from . import in_process  # noqa: F401  # isort: skip  # it sets what vLLM reads on import
 from sluice.benchmarks.live.step_rates import Core, Counting, compare  # isort: skip
 
+from .gpu_device import Device  # isort: skip
 from .timed_device import TimedDevice, Times  # isort: skip
 
 

@@ -16,8 +16,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from sluice.replica.vllm.setup import survive_module_scan
 from sluice.scheduling.latency.model import StepSample
-from sluice.simulation.device import H100, Device
 
+from .gpu_device import H100, Device
 from .known_model import KnownModel
 
 TOKEN = 300

@@ -32,6 +32,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 
 from sluice.benchmarks.live.report import Json, table
 from sluice.benchmarks.options import as_json, number_option, show
@@ -45,7 +46,7 @@ from sluice.scheduling.latency.model import LinearLatency, StepSample
 from sluice.scheduling.request.objective import SLO
 from sluice.simulation.config import EngineConfig as SimulatedConfig
 from sluice.simulation.engine import Belief, Truth
-from sluice.simulation.metrics import summarise
+from sluice.simulation.metrics import judged_tpot_s, stages
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival, Workload
 
@@ -226,8 +227,9 @@ def _simulated(
         ),
         seed,
     )
-    summary = summarise(result)
-    return summary.ttft_p50_s, summary.tpot_p50_s
+    measured = stages(result.requests)
+    tpot_s = judged_tpot_s(result.requests, measured)
+    return float(np.nanmedian(measured.ttft_s)), float(np.nanmedian(tpot_s))
 
 
 def _errors(simulated: Sequence[float], real: Sequence[float]) -> list[float]:

@@ -20,8 +20,7 @@ from sluice.scheduling.request.kernels import EXPECTED
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView
 from sluice.simulation.config import EngineConfig, Speculation
-from sluice.simulation.device import Launches
-from sluice.simulation.engine import Belief, StuckError, Truth, VirtualEngine
+from sluice.simulation.engine import Belief, Launches, StuckError, Truth, VirtualEngine
 from sluice.simulation.requests import Requests
 from sluice.simulation.rows import (
     DONE_TOKENS,

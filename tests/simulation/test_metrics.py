@@ -17,7 +17,6 @@ from sluice.simulation.metrics import (
     judged_tpot_s,
     metric_name,
     stages,
-    summarise,
     worst_by_request,
 )
 from sluice.simulation.mirror import SLOCounter
@@ -25,7 +24,7 @@ from sluice.simulation.requests import Requests
 from sluice.simulation.run import simulate
 from sluice.simulation.workload import Arrival, Stage, Workload
 from tests.examples import examples
-from tests.simulation.loads import MODEL, of, workload, workloads
+from tests.simulation.loads import of, workloads
 
 # Token times of one request that arrived at 1.0.
 TIMES = [1.5, 1.52, 1.62, 1.64, 1.66]
@@ -225,23 +224,3 @@ def test_a_request_of_stages_is_as_good_as_its_worst() -> None:
     assert attained(requests, measured, TPOTMetric.MEAN).tolist() == [True]
     requests.emitted_s[5] = 0.24
     assert attained(requests, stages(requests), TPOTMetric.MEAN).tolist() == [False]
-
-
-def test_a_summary_adds_up() -> None:
-    load = workload((0.0, 100, 11), (1.0, 100, 11), (2.0, 100_000, 5))
-    result = simulate(load, make_policy("fcfs"), MODEL, config=EngineConfig(kv_blocks=512))
-    summary = summarise(result)
-    assert (summary.requests, summary.finished, summary.failed) == (3, 2, 1)
-    assert summary.attainment == pytest.approx(2 / 3)
-    assert summary.offered_rate == 1.0
-    assert summary.effective_rate == pytest.approx(2 / 3)
-    assert summary.goodput == pytest.approx(2 / result.end_s)
-    assert summary.throughput == pytest.approx(22 / result.end_s)
-    assert summary.steps == 22
-    assert summary.utilisation == pytest.approx(result.busy_s / result.end_s)
-
-
-def test_an_empty_workload_has_a_summary() -> None:
-    summary = summarise(simulate(Workload("none", ()), make_policy("fcfs"), MODEL))
-    assert (summary.requests, summary.steps) == (0, 0)
-    assert np.isnan(summary.attainment)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.simulation.engine import Launches
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,22 +36,6 @@ class GPULatency(LatencyModel):
             (weights, 0.0, *attention, sequence, context),
             (fixed, token, *attention, token + sequence, context),
         ]
-
-
-class Launches(NamedTuple):
-    """Seconds of the loop to launch a batch: of decodes alone, with prefills, and of more than
-    ``graph_tokens`` tokens, which no CUDA graph has."""
-
-    decodes_s: float
-    prefills_s: float
-    eager_s: float
-    graph_tokens: int = 512
-
-    def launch_s(self, tokens: float, prefill_tokens: float) -> float:
-        """For a batch of ``tokens``, of which ``prefill_tokens`` are of prefills."""
-        if not prefill_tokens:
-            return self.decodes_s
-        return self.eager_s if tokens > self.graph_tokens else self.prefills_s
 
 
 class Device(NamedTuple):
