@@ -108,6 +108,7 @@ def _rates(given: Given, _: Path) -> list[Json]:
 PARTS: Final[dict[str, Part]] = {
     "load": Part("stock vLLM and Sluice under a mixed load", 3_600.0, _load, _rates),
     "profile": Part("error of the latency model on unseen steps", 900.0, _profile, _errors),
+    "start": _own("start", "seconds until a server answers, two starts of each", 1_800.0),
     "async": _own("async", "steps a second with asynchronous scheduling", 600.0),
     "steps": _own("steps", "steps a second, one batch at a time", 600.0),
     "preemption": _own("preemption", "stops of a prefill before its next operator", 900.0),
@@ -140,7 +141,7 @@ def gpu(
     """Measure Sluice and stock vLLM on one GPU.
 
     It needs no weights and no network. Both under a mixed load at three rates; the error of the
-    latency model, with and without context; steps a second with and without asynchronous
+    latency model, with and without context; the start; steps a second with and without asynchronous
     scheduling; how long a prefill takes to stop; what checking drafted tokens costs. Each result is
     written when it is there, the steps of the engines under load included. A part that fails, or is
     not done in its time, is reported, and the others are measured. Exits with 3 if there is no GPU.

@@ -9,12 +9,15 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.engine import MODEL
+from sluice.benchmarks.live.peers import SYSTEMS, Setting
 from sluice.benchmarks.live.report import quantiles
+from sluice.benchmarks.live.systems import campaign
 from sluice.protocol.requests import EngineRequest, ResponseHead
 from sluice.replica.config import EngineConfig
 from sluice.replica.vllm.setup import survive_module_scan
@@ -114,9 +117,25 @@ def steps(name: str, given: Given) -> list[Json]:
     return [of.compare(core, _ROUNDS, given.decodes)]
 
 
+def start(given: Given) -> Iterator[Json]:
+    """Seconds from a server's start to its first answer; the second start finds compiled code."""
+    setting = Setting(given.model, given.args, 1, given.gpus, {})
+    with campaign() as bench:
+        for name in ("stock", "sluice") * 2:
+            began_s = time.monotonic()
+            with SYSTEMS[name].start(setting)(bench):
+                took_s = round(time.monotonic() - began_s, 1)
+            yield {"system": name, "seconds": took_s}
+
+
 if __name__ == "__main__":
     part, place = sys.argv[1:]
     given = Given(**json.loads(Path(place, "given.json").read_text()))
-    for row in [asyncio.run(preemption(given))] if part == "preemption" else steps(part, given):
+    found: Iterable[Json]
+    if part == "preemption":
+        found = [asyncio.run(preemption(given))]
+    else:
+        found = start(given) if part == "start" else steps(part, given)
+    for row in found:
         print(json.dumps(row), flush=True)
     os._exit(0)  # the threads of an engine core in this process would keep it
