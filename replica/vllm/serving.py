@@ -194,14 +194,17 @@ def template_of(event: bytes) -> tuple[bytes, bytes] | None:
 
 def is_plain(endpoint: Endpoint, serving: Serving, body: Any) -> bool:
     """Whether an answer may be a stream of events that differ in nothing but their text: one prompt
-    and one choice, no parser of reasoning or tools, and no log of what is written."""
+    and one choice, no parser of reasoning or tools, and no log of what is written. An ``echo`` in a
+    chat is an event of text, whatever else the events after it have."""
     layer = serving.layer
     if endpoint == "chat":
         logs = getattr(layer, "enable_log_outputs", True)
-        plain = getattr(layer, "parser_cls", layer) is None and not logs
+        plain = getattr(layer, "parser_cls", layer) is None and not logs and not body.echo
     else:
         prompt = getattr(body, "prompt", None)
-        plain = endpoint == "completions" and (
+        # Embeddings beside a prompt are a prompt of their own.
+        alone = getattr(body, "prompt_embeds", None) is None
+        plain = (endpoint == "completions" and alone) and (
             isinstance(prompt, str)
             or (isinstance(prompt, list) and isinstance(next(iter(prompt), None), int))
         )

@@ -26,6 +26,7 @@ from sluice.replica.profiling import profile_key
 from sluice.replica.server import FIRST_STEPS, Watchdog
 from sluice.replica.vllm import tokenizing
 from sluice.replica.vllm.engine import VllmEngine
+from sluice.replica.vllm.serving import is_plain
 from sluice.router.request.prompt import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
 from sluice.scheduling.request.objective import SLO
@@ -180,6 +181,12 @@ def form_of(chunks):
 
 
 USAGE = {"include_usage": True}
+CONTINUED = {
+    "messages": [*MESSAGES, {"role": "assistant", "content": "Once"}],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "echo": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +201,8 @@ USAGE = {"include_usage": True}
         ("completions", {"prompt": [PROMPT, PROMPT]}, False),
         ("chat", {"temperature": 1.9, "seed": 5, "stream_options": USAGE}, True),
         ("chat", {"stream_options": {**USAGE, "continuous_usage_stats": True}}, False),
+        ("chat", {**CONTINUED, "logprobs": True}, False),
+        ("chat", {**CONTINUED, "return_token_ids": True}, False),
     ],
     ids=str,
 )
@@ -232,6 +241,13 @@ async def test_events_that_pass_by_vllms_layer_are_like_its_own(
             [token for chunk in each for token in chunk.token_ids] for each in (chunks, own_chunks)
         ]
         assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("beside", [{}, {"prompt_embeds": "AAAA"}])
+async def test_embeddings_beside_a_prompt_are_a_second_prompt(engine, beside):
+    completions = engine._servings["completions"]
+    body = completions.body.validate_python({"prompt": PROMPT, "stream": True, **beside})
+    assert is_plain("completions", completions, body) == (not beside)
 
 
 async def test_of_several_prompts_and_choices_the_first_is_followed(engine):
