@@ -165,6 +165,7 @@ class Requests:
         self.arrivals[key] = self.arrivals[key]._replace(output_tokens=tokens)
         self.stage_tokens[self.first_stage[key]] = self.private[key, TARGET] = tokens
         self.rows[key, EXPECTED] = np.fmin(self.rows[key, EXPECTED], tokens)
+        self.rows[key, LEAST] = min(self.rows[key, LEAST], tokens)
 
     def predict(self, key: int) -> None:
         """Write the predicted length of an arriving request into its row."""
@@ -224,6 +225,7 @@ class Requests:
         rest[:] = row
         rest[PROMPT] = rest[PENDING] = row[PROMPT] + emitted
         rest[EXPECTED] = max(row[EXPECTED] - emitted, 1.0)
+        rest[LEAST] = max(row[LEAST] - emitted, 0.0)
         rest[COMPUTED] = rest[EMITTED] = rest[KV_BLOCKS] = rest[RUNNING] = rest[DRAFTED] = 0.0
         rest[FIRST_TOKEN] = rest[LAST_TOKEN] = nan
         own[:] = private

@@ -331,8 +331,8 @@ class LocalScheduler:
             if self._rowless == 0:
                 logger.warning("%s; some requests are not in the state table", error)
             self._rowless += 1
-        # ``min`` of nan and a number is its first argument.
-        expected = min(self._expected_tokens(args), max_tokens)
+        # ``min`` and ``max`` of nan and a number are their first argument.
+        expected = min(max(self._expected_tokens(args) - args.resumed, 1.0), max_tokens)
         if max_tokens == 1:
             expected = 1.0
         self.usage.begin(slot, args.client, slo.service_class)
@@ -345,7 +345,8 @@ class LocalScheduler:
             name or args.request_id, args, slo, arrival_s, slot, max_tokens, expected, stages
         )
         if stages is None and slo.tpot_anchor is TPOTAnchor.MEAN:
-            tracked.least_tokens = min(self._lengths.least(task_of(args)), max_tokens)
+            least = self._lengths.least(task_of(args)) - args.resumed
+            tracked.least_tokens = max(0.0, min(least, max_tokens))
         if now_s is not None and args.promised:
             # The replica's work, unless it was done while a step ran.
             since_s = max(arrival_s + args.waited_s, self._timeline.last_end_s)
@@ -385,7 +386,9 @@ class LocalScheduler:
         """Expect more tokens of a request that continues beyond its expected length."""
         lengths = self._lengths.distribution(task_of(tracked.args))
         if lengths is not None:
-            longer = max(lengths.given(emitted_tokens), (1 + _MIN_GROWTH) * emitted_tokens)
+            resumed = tracked.args.resumed
+            longer = lengths.given(resumed + emitted_tokens) - resumed
+            longer = max(longer, (1 + _MIN_GROWTH) * emitted_tokens)
             tracked.expected_tokens = min(longer, tracked.max_tokens)
 
     def forget(self, engine_id: str, output_tokens: int | None = None) -> None:
@@ -398,7 +401,7 @@ class LocalScheduler:
             self._best_effort_wait_s = 0.0
         if output_tokens is not None:
             for task in {tracked.slo.service_class, task_of(tracked.args)}:
-                self._lengths.observe(task, output_tokens)
+                self._lengths.observe(task, tracked.args.resumed + output_tokens)
         self.usage.release(tracked.slot)
         if tracked.slot == NO_SLOT:
             self._rowless -= 1

@@ -33,6 +33,7 @@ from sluice.scheduling.batching.batch import BatchBuilder
 from sluice.scheduling.fleet.local_orders import SLIDE
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.policy import PolicyOptions
+from sluice.scheduling.request.deadline import FIRST
 from sluice.scheduling.request.kernels import (
     ARRIVAL,
     COMPUTED,
@@ -223,7 +224,8 @@ GRACE_TOKENS = 2.5
 first tokens of an output have had no time to get ahead, and paced each batch at one TPOT."""
 
 GRACE_SHARE = 1 / 8
-"""But no more than this share of what its output surely has to come, which makes up for them."""
+"""But no more than this share of what its output surely has to come, which makes up for them, or
+half of what steps without a prompt would make up."""
 
 
 class Decodes(NamedTuple):
@@ -255,10 +257,12 @@ def decodes_of(
     output: Floats,
     pieces: Floats,
     fixed_s: float,
+    anchor: int,
 ) -> Decodes:
     """The decodes; ``output``: expected tokens of each row's step, empty where none drafts."""
     rows = by_time_left(~prefill, left_s)
     left_s, work_s = left_s[rows], work_s[rows]
+    all_s = fixed_s + work_s.sum()
     keep_s = np.empty(rows.shape[0])
     live = np.zeros(rows.shape[0], np.bool_)
     first_s = least_s = least_step_s = inf
@@ -278,9 +282,10 @@ def decodes_of(
             on_time = left_s[place] + (tokens - 1.0) * (tpot_s - alone_s) >= alone_s
         if on_time and tpot_s < inf and (tpot_s >= holdable_s or promised):
             slack_s = left_s[place]
-            if promised:
+            if promised and anchor == FIRST and table[row, E2E] == inf:
                 to_come = max(0.0, table[row, LEAST] - table[row, EMITTED])
-                slack_s += min(GRACE_TOKENS, GRACE_SHARE * to_come) * tpot_s
+                made_up_s = min(GRACE_SHARE * tpot_s, max(0.0, tpot_s - all_s) / 2.0)
+                slack_s += min(GRACE_TOKENS * tpot_s, made_up_s * to_come)
             first_s = min(first_s, max(0.0, slack_s))
             live[place] = True
             least_s, least_step_s = min(least_s, tpot_s), min(least_step_s, step_s)
@@ -643,7 +648,7 @@ class DeadlineTriage(BatchPolicy):
             output = lengths.output
             left_s += lengths.credit_s
             work_s = np.maximum(work_s, lengths.work_s)
-        decodes = decodes_of(table, prefill, left_s, work_s, output, pieces, fixed_s)
+        decodes = decodes_of(table, prefill, left_s, work_s, output, pieces, fixed_s, self._anchor)
         budget_s = max(decodes.first_s, decodes.least_s) * usable
 
         # 2. Triage, and which shed prefills give way to a kept one that waits for blocks.

@@ -323,6 +323,24 @@ def test_outputs_are_expected_to_be_as_long_as_those_of_their_class_before(engin
     assert expected("fourth") == 150
 
 
+def test_a_resumed_output_is_expected_to_be_shorter_by_what_another_engine_made(engine):
+    scheduler = engine.scheduler
+
+    def tracked(resumed=0):
+        return scheduler.track("x", RequestArgs("x", 0.0, CHAT, resumed=resumed), 1, 10, 999)
+
+    for resumed in (0, 60) * 10:
+        tracked(resumed)
+        scheduler.forget("x", 100 - resumed)
+    for resumed, rest in ((0, 100), (60, 40), (100, 1)):
+        request = tracked(resumed)
+        assert request.expected_tokens == pytest.approx(rest)
+        assert request.least_tokens == pytest.approx(100 - resumed)
+        scheduler.prolong(request, 50)
+        assert request.expected_tokens == pytest.approx(max(100 - resumed, 51), abs=12)
+        scheduler.forget("x")
+
+
 def test_an_output_that_goes_on_is_expected_to_be_longer_up_to_its_limit(engine):
     scheduler = engine.scheduler
     for name in ("a", "b", "c"):

@@ -195,6 +195,14 @@ def test_best_effort_prompts_leave_promised_decodes_time_to_get_ahead(
     assert plan(chat, batch, now_s=10.0).tokens_of == {"chat": 1, "batch": tokens}
 
 
+def test_a_long_ttft_does_not_keep_best_effort_prompts_waiting() -> None:
+    slow = SLO(ttft_s=30.0, tpot_s=0.1)
+    chat = decode("chat", slow, emitted=9, arrival_s=9.0, first_token_s=10.3)
+    # It is 1.2 s ahead: 0.9 of its TPOT, less 10 ms a step and 1 ms for the decode.
+    made = plan(chat, behind(prefill("batch", 5_000)), now_s=10.0).tokens_of
+    assert made == {"chat": 1, "batch": 79}
+
+
 def test_a_late_decode_is_caught_up_with() -> None:
     late = decode("late", CHAT, emitted=5, first_token_s=9.0)
     others = [behind(decode(f"other-{i}")) for i in range(100)]

@@ -79,6 +79,30 @@ def test_a_promised_mean_tpot_may_be_late_on_the_way_where_its_output_is_surely_
     assert planned(begun, new, now_s=10.0) == {"begun": 1, "new": 89}
 
 
+@pytest.mark.parametrize(
+    ("e2e_s", "anchor"),
+    # It would be late at its end; the time between tokens is bounded.
+    [(30.0, "first_token"), (None, "last_token")],
+)
+def test_a_promised_mean_tpot_may_not_be_late_where_more_is_to_be_kept(
+    e2e_s: float | None, anchor: str
+) -> None:
+    slo = SLO(ttft_s=1.0, tpot_s=0.1, e2e_s=e2e_s)
+    begun = decode("begun", slo, arrival_s=9.5, first_token_s=10.0)
+    begun = begun._replace(promised=True, least_tokens=100)
+    new = prefill("new", 500, SLO(ttft_s=5.0), arrival_s=9.0)
+    assert plan(begun, new, now_s=10.0, anchor=anchor).tokens_of == {"begun": 1, "new": 89}
+
+
+def test_a_promised_mean_tpot_may_be_late_by_half_of_what_all_decodes_can_make_up() -> None:
+    begun = decode("0", SLO(ttft_s=1.0, tpot_s=0.024), arrival_s=9.5, first_token_s=10.0)
+    begun = begun._replace(promised=True, least_tokens=21)
+    new = prefill("new", 300, SLO(ttft_s=5.0), arrival_s=9.0)
+    others = [begun._replace(request_id=f"{number}") for number in range(1, 11)]
+    # Each of 20 steps of 21 ms makes up for 3 ms: 24 ms, and 30 of 60.
+    assert planned(begun, *others, new, now_s=10.0)["new"] == 33
+
+
 def test_the_batch_ends_before_the_first_prefill_that_it_completes_is_due() -> None:
     urgent = prefill("urgent", 100, SLO(ttft_s=1.0), arrival_s=-0.8)
     # 10 + 100 ms complete the first one; 90 ms more are left until it is due.
