@@ -119,7 +119,6 @@ _SHARED: Final = 0  # stands for the session of blocks that several use
 _HIT: Final = -1  # of a block that was found without one
 
 _ORDER_S: Final = 0.1  # for how long an order of sessions is good
-_SOON_S: Final = 5.0  # within which a turn is likely to come, to count as soon
 _CHUNK: Final = 32  # blocks of a prefill by which one is priced
 
 
@@ -146,8 +145,6 @@ class KeptBlocks:
         # The session that goes next is the last.
         self._order: list[_Session] = []
         self._ordered_s = -inf
-        self._soon = 0
-        self._counted_s = -inf
 
     def __len__(self) -> int:
         """Blocks that it keeps."""
@@ -247,17 +244,6 @@ class KeptBlocks:
             if session is self._shared:
                 self._ordered_s = -inf
         return taken
-
-    def soon(self, now_s: float) -> int:
-        """Blocks of sessions whose next turn is likely to come soon."""
-        if now_s > self._counted_s + _ORDER_S:
-            least = 1.0 / _SOON_S
-            self._counted_s, self._soon = now_s, 0
-            for known in self._sessions.values():
-                if known.blocks:
-                    rate = self.gaps.rate(known.tenant, known.tool, now_s - known.ended_s)
-                    self._soon += len(known.blocks) if rate > least else 0
-        return min(self._soon, self._count)
 
     def release(self, now_s: float) -> list[int]:
         """The blocks of sessions without a turn for a minute, which are forgotten, as are those of

@@ -341,11 +341,6 @@ class PrefixCache:
         """KV blocks of prefixes that no request uses."""
         return (len(self._idle) + len(self._kept)) * self._blocks
 
-    @property
-    def kept_blocks(self) -> int:
-        """KV blocks of sessions that are likely to continue soon."""
-        return self._kept.soon(self.now_s) * self._blocks
-
     def _is_idle(self, block: int) -> bool:
         return block in self._idle or block in self._kept
 
@@ -624,7 +619,6 @@ class VirtualEngine:
             config.block_tokens,
             config.reserve_prompt,
             draft_s=self.drafts.config.draft_s if self.drafts is not None else 0.0,
-            kept_blocks=0 if self.cache is None else self.cache.kept_blocks,
         )
         if self.drafts is not None:
             self.drafts.show(self._rows.table[: self.live], self._rows.keys[: self.live])

@@ -81,10 +81,6 @@ class WorthQueue(FreeKVCacheBlockQueue):
         """See :meth:`~sluice.scheduling.kept_kv.KeptBlocks.price`."""
         self._kept.price(latency, block_tokens)
 
-    def soon(self) -> int:
-        """See :meth:`~sluice.scheduling.kept_kv.KeptBlocks.soon`."""
-        return self._kept.soon(self._clock()) if self._kept.used else 0
-
     def clear(self) -> None:
         """The cache was cleared."""
         self._join(self._kept.clear())

@@ -398,7 +398,6 @@ class PlanMixin(_Base):
             reserve_prompt=self._reserve_prompt,
             lookahead_tokens=0 if drafts is None else drafts.lookahead,
             draft_s=self._local.draft_s,
-            kept_blocks=0 if self._kept is None else self._kept.soon() // self._groups,
         )
 
     def _schedule_planned(self, plan: BatchPlan, *args: Any, **kwargs: Any) -> Any:

@@ -226,7 +226,7 @@ class BatchBudget(NamedTuple):
     """Limits of one batch. ``sequences`` includes the running ones, and ``kv_blocks`` cached blocks
     that may be evicted. With ``reserve_prompt`` a request is admitted only if its whole sequence
     would fit. ``lookahead_tokens`` need blocks, too; ``draft_s``: seconds to draft one token for
-    all decodes; ``kept_blocks``: of ``kv_blocks``, those that are likely to be used again soon."""
+    all decodes."""
 
     tokens: int
     sequences: int
@@ -235,7 +235,6 @@ class BatchBudget(NamedTuple):
     reserve_prompt: bool = True
     lookahead_tokens: int = 0
     draft_s: float = 0.0
-    kept_blocks: int = 0
 
 
 class Tiers(NamedTuple):

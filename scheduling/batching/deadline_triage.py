@@ -45,6 +45,7 @@ from sluice.scheduling.request.kernels import (
     LEAST,
     PENDING,
     PRIORITY,
+    PROGRAM,
     PROMISED,
     PROMPT,
     RUNNING,
@@ -61,7 +62,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
-from sluice.scheduling.tenancy.attained import NONE_ATTAINED, OWN, SHARED
+from sluice.scheduling.tenancy.attained import BEGAN, NONE_ATTAINED, OWN, SHARED
 
 Mask = NDArray[np.bool_]
 
@@ -420,13 +421,14 @@ QUIET = 3.0
 """None of these holds, and the tail has its largest share, once no request has come for this many
 times as long as those in the queue took to come: the overload is over."""
 
+SURPLUS_SHARE = 0.15
+"""Share of the time for long prompts of programs whose conversations do not fit the memory beside
+those that began before, while nothing else of the tail waits. Each takes KV that others need again:
+with more of them the engine computes the same again and again, with fewer it is idle while tools
+run (docs/results/agents.md)."""
 
-KEPT_S = 10.0
-"""Within this time from its arrival a prompt of the tail does not take KV blocks that are likely to
-be used again soon, unless nothing else runs: that session would only take others' in turn."""
-
-KEPT_SHARE = 1 / 32
-"""A prompt that takes no more than this share of the memory need not wait for that."""
+FITTING_SHARE = 1 / 32
+"""A prompt of which no more than this share of the memory is missing takes little from others."""
 
 
 class Limits(NamedTuple):
@@ -436,9 +438,7 @@ class Limits(NamedTuple):
         standby: see ``standby_prompts``.
         late, active: late decodes, and running requests.
         reserve: share of blocks and sequences that stays free.
-        free_blocks, sequences, block_tokens: free blocks and sequences, tokens per block.
-        kept_blocks: of the free blocks, those that are likely to be used again soon.
-        since_s: what came later waits for them."""
+        free_blocks, sequences, block_tokens: free blocks and sequences, tokens per block."""
 
     standby: float
     late: int
@@ -447,8 +447,6 @@ class Limits(NamedTuple):
     free_blocks: int
     sequences: int
     block_tokens: int
-    kept_blocks: int
-    since_s: float
 
 
 ATTAINED_SHARE = 0.01
@@ -504,8 +502,7 @@ def tail(
         worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
         if running[row] and timely[place] <= MIN_TIMELY:
             late += 1
-    memory = limits.free_blocks + held
-    room = limits.free_blocks - limits.reserve * memory
+    room = limits.free_blocks - limits.reserve * (limits.free_blocks + held)
     places = limits.sequences - int(limits.reserve * (limits.sequences + limits.active))
     late_places = max(1, int(LATE_SHARE * limits.active)) - late
     needed = blocks_needed(table, shed, limits.block_tokens)
@@ -529,11 +526,6 @@ def tail(
                         continue
             if needed[place] > room:
                 continue
-            if not begun and limits.kept_blocks > 0 and table[row, ARRIVAL] > limits.since_s:
-                cached = table[row, COMPUTED] / limits.block_tokens - table[row, KV_BLOCKS]
-                missing = needed[place] - max(0.0, cached)
-                if missing > KEPT_SHARE * memory and missing > room - limits.kept_blocks:
-                    continue
             room -= needed[place]
             if not begun:
                 places -= 1
@@ -594,8 +586,8 @@ class DeadlineTriage(BatchPolicy):
        the other decodes; the tail. All decodes come first while the kept prefills can afford it.
     4. *Tail*: 0.1 to 0.8 of the minimum TPOT in a batch, less with a larger backlog, and less than
        the decodes leave of it (``PACE_GAIN``), until the overload is over (``QUIET``). What
-       programs have attained counts as work of their requests, and a long prompt waits for KV that
-       is likely to be used again soon (``KEPT_S``).
+       programs have attained counts as work of their requests. Beside other work, long prompts of
+       programs that the memory is too small for wait (``SURPLUS_SHARE``).
     5. *Ageing*: requests older than ``patience_s`` get ``aged_share`` (``AgedLane``); a decode late
        for longer is in every batch.
 
@@ -617,7 +609,7 @@ class DeadlineTriage(BatchPolicy):
         self._headroom = options.headroom
         self._lane = AgedLane(options.patience_s, options.aged_share)
         self._least_ttft_s = inf
-        self._least_seen_s = -inf
+        self._least_seen_s = self._surplus_s = -inf
 
     def paced(self, queue: QueueView) -> Mask:
         """All rows: every decode sets the batch time."""
@@ -724,6 +716,15 @@ class DeadlineTriage(BatchPolicy):
             batch.take(decodes.rows[urgent:], until_s)
 
         # 4. The tail.
+        seen, surplus_row = table, -1
+        if len(shed) and queue.attained_s is not None and not batch.empty:
+            memory = (free_blocks + float(table[running, KV_BLOCKS].sum())) * block_tokens
+            surplus = self._surplus(table, shed[~running[shed]], queue.attained_s, memory, now_s)
+            if len(surplus):
+                shed = shed[~np.isin(shed, surplus)]
+                if not len(shed) and now_s >= self._surplus_s:
+                    shed, surplus_row, surplus = surplus[:1], int(surplus[0]), surplus[1:]
+                seen = np.delete(table, surplus, axis=0)
         if len(shed):
             calm = not len(kept) and not decodes.live.any()
             over = not len(kept) and self._overload_is_over(table[:, ARRIVAL], now_s)
@@ -739,7 +740,7 @@ class DeadlineTriage(BatchPolicy):
                 if not over:
                     tail_s = min(tail_s, pace_s - PACE_GAIN * fixed_s - batch.cost_s)
             limits = Limits(
-                inf if over else standby_prompts(table, pieces, decodes, fixed_s),
+                inf if over else standby_prompts(seen, pieces, decodes, fixed_s),
                 int(np.searchsorted(decodes.left_s, 0.0)),
                 active,
                 # With nothing else to run, a prompt of nearly all blocks must not wait for it.
@@ -747,15 +748,28 @@ class DeadlineTriage(BatchPolicy):
                 batch.free_blocks,
                 batch.sequences_left,
                 block_tokens,
-                0 if batch.empty else batch.budget.kept_blocks,
-                now_s - KEPT_S,
             )
             attained_s = NONE_ATTAINED if queue.attained_s is None else queue.attained_s
             rows = tail(table, shed, running, left_s, work_s, limits, attained_s)
             batch.take(rows, min(until_s, batch.cost_s + tail_s))
+            if surplus_row >= 0 and batch.granted[surplus_row] > 0:
+                self._surplus_s = now_s + float(work_s[surplus_row]) / SURPLUS_SHARE
         if batch.empty:
             batch.spare(0)
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
+
+    def _surplus(
+        self, table: Floats, waiting: Ints, attained_s: Floats, memory: float, now_s: float
+    ) -> Ints:
+        """The ``waiting`` long prompts whose conversations do not fit the ``memory``, in tokens,
+        beside those of programs that began before; of these the first to begin is at the front."""
+        long = table[waiting, PENDING] > FITTING_SHARE * memory
+        waiting = waiting[long & (table[waiting, PROGRAM] > 0)]
+        if not len(waiting):
+            return waiting
+        began_s = attained_s[waiting, BEGAN]
+        beside = self.attained.older(began_s, now_s) + table[waiting, PROMPT] > memory
+        return waiting[beside][np.argsort(began_s[beside], kind="stable")]
 
     def _overload_is_over(self, arrived_s: Floats, now_s: float) -> bool:
         """Whether no request has come for ``QUIET`` times as long as these took to come, or as

@@ -16,6 +16,7 @@ from math import exp2, frexp, inf, ldexp
 
 import numpy as np
 
+from sluice.scheduling.kept_kv import RELEASE_S
 from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.request.kernels import (
     COMPUTED,
@@ -23,6 +24,7 @@ from sluice.scheduling.request.kernels import (
     FIXED,
     PENDING,
     PROGRAM,
+    PROMPT,
     RUNNING,
     TENANT,
     WEIGHT,
@@ -49,7 +51,8 @@ NAME = 0  # of a program, or a negative number for a tenant; 0 in a free slot
 SECONDS = 1
 AS_OF = 2  # when it had them, or was last in a plan
 SINCE = 3  # when it had the first that is not forgotten
-KNOWN = 4
+TOKENS = 4  # prompt and output of its last request that waited or prefilled
+KNOWN = 5
 
 # The columns of what a queue's rows have attained.
 OWN = 0  # by the program, as a power of four; 0 without one
@@ -120,6 +123,7 @@ def add(known: Floats, count: int, most: int, name: float, seconds: float, now_s
         count -= 1
     known[slot, NAME], known[slot, SECONDS] = name, seconds
     known[slot, AS_OF] = known[slot, SINCE] = now_s
+    known[slot, TOKENS] = 0.0
     return count + 1
 
 
@@ -149,12 +153,25 @@ def attained_of(known: Floats, table: Floats, now_s: float) -> Floats:
             known[slot, SECONDS] = left_of(known, slot, now_s)
             known[slot, AS_OF] = now_s
             found[row, OWN] = power_of_four(known[slot, SECONDS])
+            known[slot, TOKENS] = table[row, PROMPT] + table[row, EMITTED]
             if found[row, OWN] > 0.0:
                 found[row, BEGAN] = known[slot, SINCE]
         slot = slot_of(known, tenant)
         if known[slot, NAME] == tenant:
             found[row, SHARED] = left_of(known, slot, now_s) / table[row, WEIGHT]
     return found
+
+
+@compiled
+def older_of(known: Floats, began_s: Floats, now_s: float) -> Floats:
+    """Tokens of the live programs that began before each of ``began_s``."""
+    live = np.flatnonzero((known[:, NAME] > 0.0) & (known[:, AS_OF] > now_s - RELEASE_S))
+    tokens = np.zeros(began_s.shape[0])
+    for place in range(began_s.shape[0]):
+        for slot in live:
+            if known[slot, SINCE] < began_s[place]:
+                tokens[place] += known[slot, TOKENS]
+    return tokens
 
 
 @compiled
@@ -212,6 +229,11 @@ class Attained:
             self._count = settle(self._known, self._count, self._most, self._shares, self._at_s)
             self._shares, self._at_s = _NO_SHARES, now_s
         return attained_of(self._known, table, now_s)
+
+    def older(self, began_s: Floats, now_s: float) -> Floats:
+        """The tokens in the conversations of all programs that began before each of ``began_s``
+        and had a request within the last minute. ``O(len(began_s) * known)``."""
+        return older_of(self._known, began_s, now_s)
 
     def charge(
         self, table: Floats, rows: Ints, tokens: Ints, latency: LatencyModel, now_s: float

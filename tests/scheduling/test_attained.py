@@ -117,6 +117,18 @@ def test_it_knows_a_bounded_number(served: list[tuple[int, int]]) -> None:
         assert found == power_of_four(seconds) or (len(exact) > 7 and found < seconds)
 
 
+def test_the_conversations_of_older_programs_count_while_they_have_turns() -> None:
+    attained = Attained()
+    for program, began_s in ((1, 0.0), (2, 10.0), (3, 20.0)):
+        turn = rows(of(program, prefill("a", 100 * program)))
+        charge(attained, turn, [100], MODEL, began_s)
+    attained.of(rows(prefill("no program", 5_000)), 21.0)
+    assert attained.older(np.array([-1.0, 5.0, 15.0, 25.0]), 21.0).tolist() == [0, 100, 300, 600]
+    assert attained.older(np.array([25.0]), 65.0).tolist() == [500], "a minute without a turn"
+    attained.of(rows(of(3, prefill("a", 400))), 66.0)
+    assert attained.older(np.array([90.0]), 90.0).tolist() == [400], "its last turn"
+
+
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_program_that_has_had_least_goes_first(tier: bool) -> None:
     policy = make_policy("deadline_triage")

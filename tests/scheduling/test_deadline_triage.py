@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 
 from sluice.scheduling.batching import BatchBudget, make_policy
-from sluice.scheduling.batching.deadline_triage import KEPT_S
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import RequestView
 from tests.scheduling import views
@@ -172,22 +171,31 @@ def test_few_answers_that_would_all_be_late_begin_while_new_prompts_have_little_
     assert begun(20, *hopeless) == {"h0", "h1"}
 
 
-def test_a_long_prompt_waits_for_kept_blocks_only_for_a_while_and_beside_others() -> None:
-    """Else sessions would take each other's KV in turn."""
-    running = decode("d", SLO())
-    memory = ROOMY._replace(kv_blocks=120, kept_blocks=60)
+def test_programs_beyond_the_memory_begin_long_prompts_in_a_share_of_the_time_only() -> None:
+    """Else programs would take each other's KV in turn."""
+    policy = make_policy("deadline_triage")
+    memory = ROOMY._replace(kv_blocks=200)
 
-    def begun(*waiting: RequestView, now_s: float = 0.0, busy: bool = True) -> list[str]:
-        others = [running] if busy else []
-        made = plan(*others, *waiting, budget=memory, now_s=now_s)
+    def turn(program: int, missing: int = 1_700) -> RequestView:
+        waiting = prefill(str(program), 1_700, SLO(), arrival_s=9.0)
+        cached = 1_700 - missing
+        return waiting._replace(program=program, computed_tokens=cached, pending_tokens=missing)
+
+    def begun(*waiting: RequestView, now_s: float, busy: bool = True) -> list[str]:
+        others = [decode("d", SLO())] if busy else []
+        made = views.planned(policy, *others, *waiting, budget=memory, now_s=now_s)
         return [name for name in made.tokens_of if name != "d"]
 
-    long, short = prefill("long", 1_600, SLO()), prefill("short", 48, SLO())
-    assert begun(long, short) == ["short"]
-    assert begun(long, busy=False) == ["long"]
-    assert begun(long, now_s=KEPT_S + 1.0) == ["long"]
-    cached = long._replace(computed_tokens=1_200, pending_tokens=400)
-    assert begun(cached) == ["long"], "most of it is what was kept"
+    for now_s in (0.0, 1.0, 10.0):
+        assert begun(turn(1), now_s=now_s) == ["1"], "the memory is large enough for one"
+    assert begun(turn(1), turn(2), now_s=10.1) == ["1"], "which goes before the other"
+    assert begun(turn(2), now_s=10.2) == ["2"], "nobody else waits"
+    # 1.7 s of work are 0.15 of 11.3 s.
+    assert begun(turn(3), now_s=21.5) == []
+    assert begun(turn(3), turn(0), now_s=21.5) == ["0"], "a request without a program goes"
+    assert begun(turn(3, missing=90), now_s=21.5) == ["3"], "what is cached need not be computed"
+    assert begun(turn(3), now_s=21.5, busy=False) == ["3"], "the engine would be idle"
+    assert begun(turn(3), now_s=21.6) == ["3"]
 
 
 def test_what_the_tail_has_begun_goes_before_what_waits() -> None:

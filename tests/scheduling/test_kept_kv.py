@@ -44,18 +44,6 @@ def test_the_session_expected_latest_goes_first_from_the_end_of_its_prompt() -> 
     assert len(kept) == 0 and kept.take(1, 11.0) == []
 
 
-def test_what_is_likely_to_be_used_soon_is_counted_ten_times_a_second() -> None:
-    kept = learned(KeptBlocks())
-    end(kept, 1, READ, [10, 11], 0.0)
-    end(kept, 2, TEST, [20, 21, 22], 0.0)
-    assert kept.soon(0.05) == 2
-    end(kept, 3, READ, [30], 0.06)
-    assert kept.soon(0.06) == 2
-    assert kept.soon(0.155) == 1, "a read that has not come back is not coming soon"
-    kept.take(6, 0.155)
-    assert kept.soon(0.155) == 0
-
-
 def test_later_blocks_of_a_prompt_are_worth_more_where_attention_costs() -> None:
     for quadratic, goes in ((0.0, [11]), (1e-4, [20])):
         kept = learned(KeptBlocks())

@@ -194,5 +194,4 @@ def budgets(draw: st.DrawFn, queue: QueueView) -> BatchBudget:
         reserve_prompt=draw(st.booleans()),
         lookahead_tokens=draw(st.sampled_from([0, 0, 0, 5])),
         draft_s=draw(st.sampled_from([0.0, 0.0, 0.002])),
-        kept_blocks=draw(st.sampled_from([0, 0, 5, 500])),
     )
