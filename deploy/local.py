@@ -384,7 +384,9 @@ def _wait_ready(
         application = serve.status().applications.get(config.name)
         if application is not None:
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartError(_failure(application))
+                gone = application.status == "UNHEALTHY" and faults is not None and _dead_actor()
+                # Serve says of a process that has ended no more than that its check failed.
+                raise StartError(_failure(application) + (f"\n{gone} has ended" if gone else ""))
             _check_configured(application)
             if application.status == "RUNNING" and asked and _answers(config):
                 return
@@ -398,12 +400,15 @@ def _wait_ready(
 
 
 def _dead_actor() -> str | None:
-    """The class of an actor that has ended; ``None``: all run."""
+    """An actor that has ended, and Ray's reason; ``None``: all run."""
     from ray._private.state import actors
 
     for actor in actors().values():
         if actor["State"] in ("DEAD", "RESTARTING") or actor["NumRestarts"]:
-            return str(actor["ActorClassName"])
+            cause = actor["DeathCause"]
+            context = getattr(cause, cause.WhichOneof("context") or "", None)
+            reason = " ".join(getattr(context, "error_message", "").split()).partition(". ")[0]
+            return str(actor["ActorClassName"]) + (f" ({reason})" if reason else "")
     return None
 
 

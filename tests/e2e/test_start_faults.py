@@ -119,7 +119,9 @@ class Start:
             return
         assert self.wait_end() == Exit.FAILED
         assert self.err.splitlines()[-1].startswith("Error: "), self.err
-        assert "Traceback" not in self.err.rpartition("Error: ")[2]
+        said = self.err.rpartition("Error: ")[2]
+        assert "Traceback" not in said
+        assert "UNHEALTHY" not in said or " has ended" in said
 
     def answers(self) -> bool:
         try:
