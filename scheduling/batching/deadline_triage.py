@@ -478,6 +478,27 @@ def least_attained(
 
 
 @compiled
+def long_prompts(
+    table: Floats, shed: Ints, free_blocks: int, block_tokens: int
+) -> tuple[Ints, float]:
+    """The waiting prefills of programs that miss more than ``FITTING_SHARE`` of the memory, and
+    that memory in tokens."""
+    blocks = float(free_blocks)
+    for row in range(table.shape[0]):
+        if table[row, RUNNING] > 0.0:
+            blocks += table[row, KV_BLOCKS]
+    memory = blocks * block_tokens
+    found = np.empty(shed.shape[0], np.int64)
+    count = 0
+    for row in shed:
+        waits = table[row, RUNNING] == 0.0 and table[row, PROGRAM] > 0.0
+        if waits and table[row, PENDING] > FITTING_SHARE * memory:
+            found[count] = row
+            count += 1
+    return found[:count], memory
+
+
+@compiled
 def tail(
     table: Floats,
     shed: Ints,
@@ -718,8 +739,7 @@ class DeadlineTriage(BatchPolicy):
         # 4. The tail.
         seen, surplus_row = table, -1
         if len(shed) and queue.attained_s is not None and not batch.empty:
-            memory = (free_blocks + float(table[running, KV_BLOCKS].sum())) * block_tokens
-            surplus = self._surplus(table, shed[~running[shed]], queue.attained_s, memory, now_s)
+            surplus = self._surplus(table, shed, queue.attained_s, free_blocks, block_tokens, now_s)
             if len(surplus):
                 shed = shed[~np.isin(shed, surplus)]
                 if not len(shed) and now_s >= self._surplus_s:
@@ -759,17 +779,22 @@ class DeadlineTriage(BatchPolicy):
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
 
     def _surplus(
-        self, table: Floats, waiting: Ints, attained_s: Floats, memory: float, now_s: float
+        self,
+        table: Floats,
+        shed: Ints,
+        attained_s: Floats,
+        free_blocks: int,
+        block_tokens: int,
+        now_s: float,
     ) -> Ints:
-        """The ``waiting`` long prompts whose conversations do not fit the ``memory``, in tokens,
-        beside those of programs that began before; of these the first to begin is at the front."""
-        long = table[waiting, PENDING] > FITTING_SHARE * memory
-        waiting = waiting[long & (table[waiting, PROGRAM] > 0)]
-        if not len(waiting):
-            return waiting
-        began_s = attained_s[waiting, BEGAN]
-        beside = self.attained.older(began_s, now_s) + table[waiting, PROMPT] > memory
-        return waiting[beside][np.argsort(began_s[beside], kind="stable")]
+        """The long prompts of ``shed`` whose conversations do not fit the memory beside those of
+        programs that began before; of these the first to begin is at the front."""
+        long, memory = long_prompts(table, shed, free_blocks, block_tokens)
+        if not len(long):
+            return long
+        began_s = attained_s[long, BEGAN]
+        beside = self.attained.older(began_s, now_s) + table[long, PROMPT] > memory
+        return long[beside][np.argsort(began_s[beside], kind="stable")]
 
     def _overload_is_over(self, arrived_s: Floats, now_s: float) -> bool:
         """Whether no request has come for ``QUIET`` times as long as these took to come, or as
