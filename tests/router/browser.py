@@ -179,7 +179,9 @@ def browser() -> Iterator[Browser]:
             start_new_session=True,
         )
         try:
-            with connect(_address(Path(folder), process), max_size=64 << 20, proxy=None) as wire:
+            # Between tests nobody reads, so that answers to pings wait behind the browser's events.
+            options: dict[str, Any] = {"max_size": 64 << 20, "proxy": None, "ping_interval": None}
+            with connect(_address(Path(folder), process), **options) as wire:
                 yield Browser(wire)
         finally:
             # With its helpers, which outlive it where it is only asked to end.
