@@ -552,15 +552,18 @@ class HttpServer:
             await asyncio.wait(self.clients.tasks, timeout=end_s - time.monotonic())
 
     async def _check(self) -> None:
-        now_s = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(_CHECK_S)
             self._set_date()
             if self._certificate is not None:
                 self._certificate.renew()
-            for connection in list(self.clients.connections):
-                if isinstance(connection, ClientProtocol):
-                    connection.check(now_s())
+            self._check_connections()  # a loop here would keep its last one until the next check
+
+    def _check_connections(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for connection in list(self.clients.connections):
+            if isinstance(connection, ClientProtocol):
+                connection.check(now_s)
 
     def _set_date(self) -> None:
         self.clients.default_headers = [(b"date", formatdate(usegmt=True).encode())]

@@ -18,6 +18,7 @@ from sluice.protocol.requests import EngineRequest, ResponseChunk, ResponseHead
 from sluice.protocol.streams import WINDOW_BYTES, Delivery
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.dispatch.attempt import Attempt, Piece
+from sluice.router.ingress import http_server
 from sluice.router.serve.replicas import ChannelStream
 from sluice.scheduling.roles import Role
 from tests.replica.waiting import until
@@ -128,7 +129,7 @@ async def test_tokens_need_no_turn_of_their_requests_task(
         labels = {"class": "standard", "type": "generated"}
         assert running.edge.sample("sluice_tokens_total", **labels) == TOKENS
         gaps = running.edge.sample("sluice_inter_token_seconds_count", **{"class": "standard"})
-        assert TOKENS / 2 < gaps < TOKENS
+        assert 0 < gaps < TOKENS  # tokens that came together have one
 
 
 class Waits(SimulatedEngine):
@@ -237,8 +238,11 @@ async def test_an_error_ends_one_stream_of_a_connection(monkeypatch: pytest.Monk
         assert running.edge.sample("sluice_requests_total", **labels) == 1
 
 
-async def test_an_answered_request_leaves_no_reference_cycle() -> None:
+async def test_an_answered_request_leaves_no_reference_cycle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else collections, which hold up all requests, had to look for what each request leaves."""
+    monkeypatch.setattr(http_server, "_CHECK_S", 0.001)  # each connection is checked, too
     kept = "_Exchange", "CallResponse", "Call", "Answer", "Attempt", "ChannelStream", "_Outgoing"
 
     def left() -> Counter[str]:
@@ -255,7 +259,6 @@ async def test_an_answered_request_leaves_no_reference_cycle() -> None:
             running.near.streams.clear()
             await until(lambda: not running.edge.sample("sluice_in_flight_requests"))
 
-        await answered()
         gc.collect()
         before = left()
         gc.disable()
