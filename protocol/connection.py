@@ -158,6 +158,7 @@ class Listener:
         self._trusted: set[Guest] = set()
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
+        self._closed = False
 
     def guest(self) -> Guest:
         """A new connection."""
@@ -165,13 +166,22 @@ class Listener:
 
     async def port(self, host: str) -> int:
         """The port; it listens from the first call on. Raises OSError: ``host`` is no address of
-        this node."""
+        this node, or it was closed."""
         async with self._starting:
-            if self._server is None:
+            if self._server is None and not self._closed:
                 loop = asyncio.get_running_loop()
                 self._server = await loop.create_server(self.guest, host, 0)
+        if self._closed or self._server is None:
+            self.close()  # perhaps while the server was made
+            raise ConnectionRefusedError("it takes no connections any more")
         port: int = self._server.sockets[0].getsockname()[1]
         return port
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
 
     def enter(self, connection: Guest) -> None:
         """A connection was made; it may evict the oldest one that has not shown the token yet."""

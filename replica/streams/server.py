@@ -351,7 +351,8 @@ class StreamServer(Listener):
         return _Connection(self)
 
     async def endpoint(self, host: str) -> StreamEndpoint:
-        """Where it listens, from the first call on. Raises OSError: ``host`` is not this node's."""
+        """Where it listens, from the first call on. Raises OSError: ``host`` is not this node's, or
+        it was stopped."""
         port = await self.port(host)
         return StreamEndpoint(self.replica_id, host, port, self.token, FORMAT)
 
@@ -374,8 +375,7 @@ class StreamServer(Listener):
 
     async def stop(self) -> None:
         """Close all connections after all sent data has left. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        self.close()
         for connection in (*self._strangers, *self._trusted):
             connection.close()
         try:

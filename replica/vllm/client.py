@@ -7,6 +7,7 @@ which output tokens passed, and when."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -37,6 +38,8 @@ from sluice.replica.scheduler.xargs import ID, KEY_PREFIX, from_xargs, to_xargs
 # vLLM's output processor again, in the same steps as before. This restores the state of text, stop
 # strings and the layer's parsers, and makes the same events. The engine itself gets the prompt
 # followed by those tokens and computes the rest.
+
+logger = logging.getLogger(__name__)
 
 encode_text = msgspec.json.Encoder().encode
 
@@ -274,10 +277,16 @@ class _Relay:
         self._waits = waits
 
     def put(self, output: Any) -> None:
-        """Called by vLLM, also with an error."""
+        """Called by vLLM, also with an error, in the task that handles the outputs of all requests:
+        what fails here fails this request alone."""
         key, queue = self._call.wait, self._queue
         waits = key in self._waits and queue.output is None
-        if waits and not isinstance(output, Exception) and self._call.relay(output):
+        try:
+            relayed = waits and not isinstance(output, Exception) and self._call.relay(output)
+        except Exception as error:
+            logger.exception("an output cannot be sent")
+            relayed, output = False, error
+        if relayed:
             self._waits[key] = time.monotonic()
         else:
             queue.put(output)

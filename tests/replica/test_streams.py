@@ -236,6 +236,16 @@ async def test_a_frame_that_is_too_long_is_not_read() -> None:
         assert await router.reader.read() in (frame(WELCOME), b"")
 
 
+@pytest.mark.parametrize("listened", [True, False])
+async def test_who_asks_where_a_stopped_replica_listens_gets_an_answer(listened: bool) -> None:
+    server = StreamServer("replica-1", Answers())
+    if listened:
+        await server.endpoint("127.0.0.1")
+    await server.stop()
+    with pytest.raises(ConnectionRefusedError, match="no connections"):
+        await server.endpoint("127.0.0.1")
+
+
 async def test_a_response_that_cannot_be_sent_fails_alone() -> None:
     odd = KVHandle("replica-1", {"what": object()}, 3)
     tails = {"odd": ResponseTail(1, 0, kv_handle=odd), "sound": ResponseTail(1, 2)}

@@ -34,9 +34,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Output:
-    """One request in an output processor."""
+    """One request in an output processor; ``call``: its outputs pass by vLLM's layer."""
 
-    def __init__(self, tokenizer: Any, stop: list[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: list[str], call: Any = None) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -59,7 +59,12 @@ class Output:
             external_req_id="r",
         )
         self.queue = RequestOutputCollector(delta, "r")
-        self.processor.add_request(self.request, None, queue=self.queue)
+        queue: Any = self.queue
+        if call is not None:
+            from sluice.replica.vllm.client import _Relay
+
+            queue = _Relay(queue, call, {call.wait: 0.0})
+        self.processor.add_request(self.request, None, queue=queue)
 
     @property
     def ended(self) -> bool:
@@ -167,6 +172,29 @@ async def test_an_abort_while_outputs_are_made_again_is_the_last_output(tokenize
     assert last is not None and last.finished
     assert last.outputs[0].finish_reason == "abort"
     assert output.queue.get_nowait() is None
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_an_output_that_cannot_pass_fails_its_request_and_no_other(
+    tokenizer: Any, fails_at: int
+) -> None:
+    """The processor serves all requests in one task, which ends with an exception."""
+    passed: list[ResponseChunk] = []
+
+    def forward(chunk: ResponseChunk) -> bool:
+        if len(passed) == fails_at:
+            raise RuntimeError("no way")
+        passed.append(chunk)
+        return True
+
+    output = Output(tokenizer, [], call_of(forward=forward, template=(b"<", b">")))
+    assert output.feed([[400], [401]][:fails_at]) == [None] * fails_at
+    assert [chunk.tokens for chunk in passed] == [1] * fails_at
+    from vllm.v1.engine import EngineCoreOutput
+
+    output.processor.process_outputs([EngineCoreOutput("r", [402])])
+    with pytest.raises(RuntimeError, match="no way"):
+        output.queue.get_nowait()
 
 
 END = 9
