@@ -119,6 +119,10 @@ _DRAIN_ANSWER_S = 5.0
 REASON_S = 2.0
 """How long a part that has ended while an application starts is waited for to say why, seconds."""
 
+_MAX_REPLACED = 3
+"""Processes that Serve may end and replace while an application starts: one that does not answer
+its health checks may just get no processor time on a busy machine."""
+
 
 class StartError(RuntimeError):
     """The application could not be started; the message says why."""
@@ -370,27 +374,32 @@ def _wait_ready(
 ) -> None:
     from ray import serve
 
-    started = last_report = time.monotonic()
+    started = last_report = sound_s = time.monotonic()
     last_line = ""
-    dead, dead_s = None, 0.0
     while True:
         asked = faults is None or faults.done()
         if faults is not None and asked and (found := faults.result()):
             raise StartError("\n".join(found))
-        if faults is not None and dead is None and (dead := _dead_actor()) is not None:
-            dead_s = time.monotonic()
-        if dead is not None and time.monotonic() - dead_s > REASON_S:
-            raise StartError(f"{dead} has ended before the application was ready")
+        dead, replaced = (None, 0) if faults is None else _dead_actors()
         application = serve.status().applications.get(config.name)
+        status = None if application is None else application.status
+        unhealthy = status == "UNHEALTHY" and not 0 < replaced <= _MAX_REPLACED
+        if dead is None and not unhealthy:
+            sound_s = time.monotonic()
+        if application is not None and (
+            status == "DEPLOY_FAILED" or (unhealthy and time.monotonic() - sound_s > REASON_S)
+        ):
+            # Serve says of a process that has ended no more than that its check failed.
+            raise StartError(_failure(application) + (f"\n{dead} has ended" if dead else ""))
+        if dead is not None and time.monotonic() - sound_s > REASON_S:
+            raise StartError(f"{dead} has ended before the application was ready")
         if application is not None:
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                gone = application.status == "UNHEALTHY" and faults is not None and _dead_actor()
-                # Serve says of a process that has ended no more than that its check failed.
-                raise StartError(_failure(application) + (f"\n{gone} has ended" if gone else ""))
             _check_configured(application)
             if application.status == "RUNNING" and asked and _answers(config):
                 return
             line = _progress(application)
+            if replaced:
+                line += f"; Serve has replaced {replaced} that did not answer"
             now = time.monotonic()
             if line != last_line or now - last_report > _REPORT_EVERY_S:
                 report(f"{line} ({now - started:.0f} s)")
@@ -399,17 +408,21 @@ def _wait_ready(
             raise StoppedError("stopped before the application was ready")
 
 
-def _dead_actor() -> str | None:
-    """An actor that has ended, and Ray's reason; ``None``: all run."""
+def _dead_actors() -> tuple[str | None, int]:
+    """An actor that has ended by itself, and Ray's reason; ``None``: there is none. The number of
+    those that Serve has ended because they failed their health checks, and replaces."""
     from ray._private.state import actors
 
+    replaced = 0
     for actor in actors().values():
         if actor["State"] in ("DEAD", "RESTARTING") or actor["NumRestarts"]:
             cause = actor["DeathCause"]
             context = getattr(cause, cause.WhichOneof("context") or "", None)
             reason = " ".join(getattr(context, "error_message", "").split()).partition(". ")[0]
-            return str(actor["ActorClassName"]) + (f" ({reason})" if reason else "")
-    return None
+            if "ray.kill" not in reason:
+                return str(actor["ActorClassName"]) + (f" ({reason})" if reason else ""), replaced
+            replaced += 1
+    return None, replaced
 
 
 def _check_configured(application: Any) -> None:

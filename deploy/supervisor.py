@@ -73,10 +73,11 @@ _VITAL = ("gcs_server", "raylet")
 """Ray's processes without which it does not work, and which nothing starts again."""
 
 _PARTS = re.compile(
-    r"ray::(Serve\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)"
+    r"ray::(Serve(?!Replica)\w+|Detached\w+|\w*Proxy\w*|\w+Agent)\b|(VLLM::\w+)"
     r"|\S*python\S* .*/ray/\S*(runtime_env/agent)\S*\.py\b"  # without a title yet
 )
-"""Command lines of the processes that a start needs from when they begin to its end."""
+"""Command lines of the processes that a start needs from when they begin to its end. Not those of
+Serve's replicas: Serve ends and replaces one that does not answer, and tells the driver."""
 
 
 class _Message(NamedTuple):

@@ -214,6 +214,24 @@ def test_a_start_in_which_ray_is_too_slow_begins_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
+def test_a_start_goes_on_when_serve_replaces_a_router_that_does_not_answer(tmp_path: Path) -> None:
+    """Serve ends it after three health checks of 10 s, which a busy machine may need for it."""
+    with start(tmp_path) as it:
+        replica = it.wait_for("replica")
+        replica.suspend()
+        router = it.wait_for("router")
+        wait_until(lambda: "router 1/1" in it.err, "it runs", 300, lambda: it.err)
+        router.suspend()
+        wait_until(lambda: not runs(router), "Serve has ended it", 300, lambda: it.err)
+        replica.resume()
+        it.wait_ready()
+        assert "Serve has replaced 1 that did not answer" in it.err
+        assert it.answers()
+        it.process.terminate()
+        assert it.wait_end() == Exit.OK
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("moment", RAY_PARTS)
 def test_a_start_ends_at_a_signal(tmp_path: Path, moment: str, number: signal.Signals) -> None:
