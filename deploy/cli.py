@@ -24,7 +24,7 @@ _GROUP = "sluice.commands"
 _MODULES = {
     "serve": ("serve",),
     "deploy": ("deploy",),
-    "admin": ("status", "top", "drain"),
+    "admin": ("status", "drain"),
     "profile": ("profile",),
     "offline": ("config", "env", "keys", "policies"),
     "completion": ("completion",),
@@ -44,7 +44,6 @@ _PURPOSES = {
     "serve": "Serve a model on this machine until Ctrl-C or SIGTERM.",
     "simulate": "Find how many replicas recorded traffic needs.",
     "status": "Say whether a running application serves as it should.",
-    "top": "Show replicas and service classes of an application, live.",
     "usage": "Say who has used the engines, and what a promise kept costs.",
 }
 """The first sentence of each command's help. Lists and completions show it without an import."""

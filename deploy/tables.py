@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -233,20 +233,6 @@ def headline(fleet: Mapping[str, Any]) -> Text:
             line += "" if took is None else f", decisions p99 {took:.2f} ms"
         lines.append(printable(line))
     return Text("\n".join(lines))
-
-
-def overview(fleet: Mapping[str, Any], width: int) -> Group:
-    """Headline, tables and problems, for a terminal of ``width`` columns."""
-    parts: list[Any] = [headline(fleet), Text(), *replica_tables(fleet)]
-    if fleet["classes"]:
-        minutes = max(facts.get("window_ms", 0) for facts in fleet["models"].values()) / 60_000
-        parts += [Text(), Text(f"the last {minutes:.1f} minutes", style="dim")]
-        parts += class_tables(fleet)
-    parts += [Text(line, style="red") for line in problems(fleet)]
-    for part in parts:
-        if isinstance(part, Table):
-            fit(part, width)
-    return Group(*parts)
 
 
 def _table(*names: str) -> Table:

@@ -36,7 +36,7 @@ _INSTEAD: Mapping[str, str] = {
             "enable-per-request-metrics"
         ),
         "every answer has x-request-id": "enable-request-id-headers",
-        "/metrics and `sluice top` show the load": "enable-server-load-tracking",
+        "/metrics and `sluice status` show the load": "enable-server-load-tracking",
         "set router.tls": (
             "enable-ssl-refresh ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile"
         ),

@@ -273,7 +273,7 @@ def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
     assert f"sluice {' '.join(words)}" in shown.output.partition("Example")[2]
 
 
-TAKE_FLAGS_OF_VLLM = {("serve",), ("config", "from-vllm")}
+TAKE_FLAGS_OF_VLLM = {("serve",)}
 
 
 @pytest.mark.parametrize(
@@ -537,9 +537,8 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("command", ["status", "top"])
-def test_the_tables_of_a_fleet_fit(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = lines_of(monkeypatch, command)
+def test_the_tables_of_a_fleet_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = lines_of(monkeypatch, "status")
     shown = " ".join(lines).split()
     for text in (
         *("k3jx8w2p", "w81qz0sd", "prefill", "decode", "quarantined", "failed", "2048", "12345"),
@@ -547,8 +546,7 @@ def test_the_tables_of_a_fleet_fit(command: str, monkeypatch: pytest.MonkeyPatch
         *("interactive", "123,456", "12,345", MODELS[1]),
     ):
         assert text in shown
-    tables = lines if command == "top" else lines[lines.index("m") :]
-    assert all(cell_len(line) <= WIDTH for line in tables)
+    assert all(cell_len(line) <= WIDTH for line in lines[lines.index("m") :])
 
 
 @pytest.mark.parametrize(

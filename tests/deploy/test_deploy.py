@@ -244,7 +244,7 @@ def test_drain_ends_at_once_where_waiting_does_not_help(status: int) -> None:
         {"replica_id": "one"},
     ],
 )
-@pytest.mark.parametrize("words", [("status",), ("top", "--once"), ("drain", "one")], ids=" ".join)
+@pytest.mark.parametrize("words", [("status",), ("usage",), ("drain", "one")], ids=" ".join)
 def test_an_answer_of_another_kind_is_a_line(words: tuple[str, ...], body: Any) -> None:
     with far_server(lambda *_: (200, body)) as address:
         result = CliRunner().invoke(main, [*words, "--address", address])

@@ -1,18 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import pty
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,7 +108,7 @@ def test_status_says_that_all_is_well(application: Application) -> None:
     assert "mixed" not in result.output
     names = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
     assert {"idle", "busy"} <= {*names}  # what `drain` takes
-    shown = application.run("top", "--once").output
+    shown = application.run("status").output
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert (lines["busy"][1:4], lines["idle"][1:4]) == (["fresh", "1", "1"], ["fresh", "0", "0"])
     fleet = json.loads(application.run("status", "--json").stdout)
@@ -189,7 +182,7 @@ def test_a_quarantined_replica_is_shown_with_its_reason_and_what_comes_next(
     application.tell(application.controller.faulted(1, notices))
     application.clock.advance(0.4)
     status_shows("busy of m is in quarantine: it hangs, for 0.4s; it is tried again in 0.6s")
-    shown = application.run("top", "--once").output
+    shown = application.run("status").output
     assert {"quarantined", "hung"} <= set(shown.split())
     assert "2 of 2 replicas take requests (1 only as a last resort)" in shown
     application.clock.advance(0.6)
@@ -218,43 +211,6 @@ def test_roles_are_shown_where_there_are_any(application: Application) -> None:
     shown = application.run("status")
     assert shown.exit_code == Exit.OK, shown.output
     assert "no decode replica of m takes requests: others serve them whole" in shown.stdout
-
-
-HEARING_CTRL_C = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-"""Runs a command. Tests that run in the background ignore Ctrl-C, and so would what they start."""
-
-
-def test_top_goes_on_in_a_terminal_until_ctrl_c(application: Application) -> None:
-    ours, its = pty.openpty()
-    command = [Path(sys.executable).with_name("sluice"), "top", "--interval", "0.5"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", HEARING_CTRL_C, *command],
-        env={
-            **os.environ,
-            "SLUICE_ADDRESS": f"http://127.0.0.1:{application.port}",
-            "SLUICE_ADMIN_KEY": KEY,
-            "TERM": "xterm",
-        },
-        stdin=its,
-        stdout=its,
-        stderr=its,
-    )
-    os.close(its)
-    shown = b""
-    while b"late" not in shown:
-        shown += os.read(ours, 65_536)  # fails when the command has ended
-        if b"busy" in shown:
-            application.tell(application.controller.hello(hello("late")))
-    process.send_signal(signal.SIGINT)
-    with contextlib.suppress(OSError):
-        while os.read(ours, 65_536):
-            pass
-    os.close(ours)
-    assert process.wait(timeout=120) == Exit.OK
 
 
 def test_an_idle_replica_is_drained_at_once_and_taken_back(application: Application) -> None:
@@ -316,7 +272,7 @@ def test_drain_says_when_somebody_takes_it_back(application: Application) -> Non
 
 
 @pytest.mark.parametrize("key", [None, "wrong", "a-key-of-a-user"])
-@pytest.mark.parametrize("words", [("status",), ("top", "--once"), ("drain", "idle")])
+@pytest.mark.parametrize("words", [("status",), ("drain", "idle")])
 def test_only_an_admin_key_opens_it(
     application: Application, words: tuple[str, ...], key: str | None
 ) -> None:
@@ -338,7 +294,6 @@ def test_nothing_there() -> None:
     [
         (("status", "--address", "head:8000"), "http://HOST:PORT"),
         (("status", "--key", "two words"), "printable ASCII"),
-        (("top", "--interval", "0"), "0.5<=x"),
         (("drain",), "REPLICA"),
         (("drain", "a/../b"), "letters, digits"),
         (("drain", "one", "--timeout", "-1"), "x>0"),

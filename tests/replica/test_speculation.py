@@ -25,7 +25,6 @@ from sluice.scheduling.batching import BatchBudget, make_policy
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.queue import QueueView, RequestView
-from tests.replica.speculation_rates import rate_at
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -143,18 +142,3 @@ def test_drafting_is_charged_to_no_other_work():
     assert summary["correction"] == pytest.approx(1.0, rel=0.02)
     assert summary["predicted_step_s"] == pytest.approx(0.028, rel=0.02)
     assert {sample.spec_steps for sample in table.samples()} == {0, 4}
-
-
-@pytest.mark.parametrize(
-    ("shares", "rate"),
-    [
-        ([(1.0, 1.0), (2.0, 0.95)], 2.0),
-        ([(1.0, 1.0), (2.0, 0.8)], 1.5),
-        ([(1.0, 0.95), (2.0, 0.85), (3.0, 1.0)], 1.5),
-        ([(1.0, 0.8)], 0.5),
-        ([(1.0, 0.9)], 1.0),
-        ([(2.0, 0.0)], 0.2),
-    ],
-)
-def test_the_rate_at_which_enough_attain_lies_between_measured_ones(shares, rate):
-    assert rate_at(shares, 0.9) == pytest.approx(rate)
