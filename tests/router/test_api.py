@@ -700,7 +700,7 @@ _KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(
     changes=st.dictionaries(_KEYS, _VALUES, max_size=3),
     path=st.sampled_from(list(ENDPOINTS)),
