@@ -83,6 +83,9 @@ PLACES: dict[Endpoint, tuple[str, str]] = {
 _STREAM_ERRORS: Final = ('data: {"error"', "event: error")
 """How an error begins that ends a stream of text."""
 
+_FAILED: Final = "The engine failed to serve this request."
+"""Where vLLM gives no message: its error for what it did not expect has none."""
+
 AUDIO_PACKAGES = ("av", "soundfile")
 """What vLLM decodes audio with. Without them it would blame the audio."""
 
@@ -149,7 +152,7 @@ def refused(error: Any) -> RequestError:
     """An error of vLLM's, with its message, ``code`` (an HTTP status) and ``param``."""
     unknown_model = error.code == 404 and error.param == "model"
     code = "model_not_found" if unknown_model else None
-    return RequestError(error.message, error.param, int(error.code), code)
+    return RequestError(error.message or _FAILED, error.param, int(error.code), code)
 
 
 def event_bytes(event: Any, endpoint: Endpoint) -> bytes:
@@ -213,7 +216,8 @@ def is_plain(endpoint: Endpoint, serving: Serving, body: Any) -> bool:
 
 def _error_bytes(event: str, endpoint: Endpoint) -> bytes:
     given = json.loads(event.partition("data: ")[2])["error"]
-    error = RequestError(given["message"], given.get("param"), int(given.get("code") or 500))
+    status = int(given.get("code") or 500)
+    error = RequestError(given["message"] or _FAILED, given.get("param"), status)
     return error_event(endpoint, error.document(endpoint))
 
 

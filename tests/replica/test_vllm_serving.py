@@ -85,6 +85,15 @@ def test_errors_in_a_stream_have_the_shape_of_its_api() -> None:
     assert data_of(event) == (b"event: error", {"type": "error", "error": error})
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "messages"])
+def test_an_error_without_a_message_gets_one(endpoint: Endpoint) -> None:
+    """vLLM's ``EngineGenerateError`` has none."""
+    event = 'data: {"error": {"message": "", "type": "InternalServerError", "code": 500}}\n\n'
+    assert b"The engine failed" in event_bytes(event, endpoint)
+    error = SimpleNamespace(message="", param=None, code=500)
+    assert "The engine failed" in str(serving.refused(error))
+
+
 def test_bodies_are_those_of_vllms_own_server() -> None:
     chat = SimpleNamespace(response_format=None)
     kind, body = whole_response("responses", chat, Event(type="t", object="response"))
