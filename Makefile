@@ -125,7 +125,7 @@ define pip_install
 endef
 
 # Half of the code that is installed. Python compiles what is imported of it.
-SELDOM := /(tests|anthropic|moto|mypy|sentry_sdk|torch/testing|transformers/models
+SELDOM := /(tests|anthropic|mypy|sentry_sdk|torch/testing|transformers/models
 SELDOM := $(SELDOM)|vllm/(benchmarks|models|model_executor/models)|ray/(data|llm|rllib|train|tune)
 SELDOM := $(SELDOM)|dns|fontTools|graphql|mypyc|pygments/lexers|sympy/(combinatorics|physics|stats)
 SELDOM := $(SELDOM)|torch/(_vendor|onnx)|torchgen|transformers/pipelines)/
