@@ -16,7 +16,7 @@ from sluice.protocol.requests import EngineRequest, Turn
 from sluice.scheduling.batching import BatchPolicy, BestEffortOptions, make_policy
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, PromptPrefix
 from sluice.scheduling.preemption import TaskBounds
-from sluice.scheduling.request.job import MAX_CHUNKS
+from sluice.scheduling.request.job import MAX_CHUNKS, MAX_MESSAGE_ENDS
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.roles import Role
 
@@ -97,9 +97,12 @@ def from_xargs(xargs: Mapping[str, Any] | None, default_id: str, now_s: float) -
         args = _decode((xargs or {}).get(ARGS, ""))
     except (msgspec.DecodeError, TypeError) as error:
         raise ValueError(f"{ARGS} must be JSON of a request's arguments: {error}") from None
-    hashes, size = args.prefix
-    if len(hashes) > MAX_CHUNKS or not all(0 < each <= MAX_HASH for each in hashes):
-        raise ValueError(f"{ARGS}: a prefix has at most {MAX_CHUNKS} hashes of 63 bits, none of 0")
+    hashes, size, ends = args.prefix
+    if len(hashes) > MAX_CHUNKS or len(ends) > MAX_MESSAGE_ENDS:
+        most = f"{MAX_CHUNKS} chunks and {MAX_MESSAGE_ENDS} ends of messages"
+        raise ValueError(f"{ARGS}: a prefix has at most {most}")
+    if not all(0 < each <= MAX_HASH for each in (*hashes, *ends)):
+        raise ValueError(f"{ARGS}: a prefix has hashes of 63 bits, none of 0")
     if hashes and size < CHUNK_ENDS[len(hashes) - 1]:
         raise ValueError(f"{ARGS}: a prompt of size {size} does not have {len(hashes)} chunks")
     return args._replace(arrival_s=min(args.arrival_s, now_s))

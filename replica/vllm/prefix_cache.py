@@ -55,10 +55,9 @@ class HeldPrefixes:
 
     def begin(self, request_id: str, prefix: PromptPrefix, prompt_tokens: int) -> None:
         """A request whose prompt begins with ``prefix`` has arrived."""
-        tokens = prefix.chunk_tokens(prompt_tokens)
         marks = [
             _Mark(chunk, upto // self._block_tokens * self._block_tokens)
-            for chunk, upto in zip(prefix.hashes, tokens, strict=True)
+            for chunk, upto in prefix.chunk_tokens(prompt_tokens).items()
             if upto >= self._block_tokens
         ]
         if marks:

@@ -538,6 +538,7 @@ class PlacementClient:
             # A refused request has a retry time; its quote has none.
             client_request_id=token,
             only=tuple(call.only),
+            message_ends=call.prefix.message_ends,
         )
         return await self._controller.quote(query, hold_s)
 
@@ -706,6 +707,7 @@ class PlacementClient:
             only=tuple(call.only),
             expected_tokens=turn.expected_tokens,
             takes=call.takes,
+            message_ends=call.prefix.message_ends,
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -257,12 +257,15 @@ class CallReader:
         body, shortened = self._tokens.hold(endpoint, body, client.caps)
         if self._keys_apart and endpoint not in UNSCHEDULED:
             body = salted(body, client.owner)
+        prompt = measure(endpoint, body)
+        if turn is not None and turn.session:
+            prompt = replace(prompt, conversation=turn.session)
         return Call(
             request_id=arrival.request_id,
             endpoint=endpoint,
             body=engine_body(parsed, body),
             slo=slo,
-            prompt=measure(endpoint, body),
+            prompt=prompt,
             received_s=arrival.received_s,
             output_tokens=output_limit(endpoint, body),
             turn=turn,

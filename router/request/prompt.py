@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
@@ -14,8 +15,14 @@ from sluice.protocol.requests import ANTHROPIC, EMBEDDING, GENERATING, POOLING, 
 from sluice.router.config import RouterConfig
 from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.tenancy.limits import NO_CAPS, TenantLimits
-from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, TOKEN_UNITS, PromptPrefix
-from sluice.scheduling.request.job import MAX_CHUNKS
+from sluice.scheduling.fleet.prefix import (
+    CHUNK_ENDS,
+    MIN_MESSAGE_END,
+    NO_PREFIX,
+    TOKEN_UNITS,
+    PromptPrefix,
+)
+from sluice.scheduling.request.job import MAX_CHUNKS, MAX_MESSAGE_ENDS
 
 # Prefix hashes of a prompt, see :mod:`sluice.scheduling.fleet.prefix`, from its text or token ids.
 #
@@ -36,6 +43,7 @@ FIRST_RATIO = 4.0
 """Characters per token until answers of engines correct it; usual for English text."""
 
 SMOOTHING = 0.1  # weight of the newest observation in the moving average
+MAX_CONVERSATIONS = 4096  # of which the ratio is known
 MESSAGE_TOKENS = 4  # approximate tokens that a chat template adds to a message
 MEDIA_TOKENS = 512  # assumed tokens of an image or of audio; only the engine knows the number
 
@@ -64,10 +72,12 @@ MAX_OUTPUT_TOKENS = 1 << 31  # upper bound of the counted output tokens
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Countable parts of a prompt: ``characters`` of text and the number of known ``tokens``."""
+    """Countable parts of a prompt: ``characters`` of text and the number of known ``tokens``.
+    ``conversation``: the session of which it is a turn; 0: of none."""
 
     characters: int = 0
     tokens: int = 0
+    conversation: int = 0
 
 
 def measure(endpoint: Endpoint, body: dict[str, Any]) -> PromptSize:
@@ -181,14 +191,19 @@ def _is_attribution(part: Any) -> bool:
 
 
 class TokenEstimator:
-    """Estimates prompt tokens: exact for token ids, else by characters per token, learned."""
+    """Estimates prompt tokens: exact for token ids, else by characters per token, learned: those of
+    the same conversation's last prompt, else of all. Of a long conversation most is cached, so that
+    a few percent of it are more than a turn has to compute."""
 
     def __init__(self) -> None:
         self.ratio = FIRST_RATIO
+        # By conversation, least recently seen first.
+        self._ratios: dict[int, float] = {}
 
     def estimate(self, size: PromptSize) -> int:
         """Tokens of a prompt, at least 1."""
-        return max(1, size.tokens + round(size.characters / self.ratio))
+        ratio = self._ratios.get(size.conversation, self.ratio)
+        return max(1, size.tokens + round(size.characters / ratio))
 
     def learn(self, size: PromptSize, prompt_tokens: int) -> None:
         """Update the ratio with a prompt that had ``prompt_tokens``."""
@@ -197,6 +212,11 @@ class TokenEstimator:
             return
         seen = min(max(size.characters / from_text, MIN_RATIO), MAX_RATIO)
         self.ratio += SMOOTHING * (seen - self.ratio)
+        if size.conversation:
+            self._ratios.pop(size.conversation, None)
+            self._ratios[size.conversation] = seen
+            if len(self._ratios) > MAX_CONVERSATIONS:
+                del self._ratios[next(iter(self._ratios))]
 
 
 def _measure_chat(messages: list[dict[str, Any]], tools: Any) -> PromptSize:
@@ -303,8 +323,7 @@ def prefix_of(endpoint: Endpoint, body: dict[str, Any]) -> PromptPrefix:
             settings[field] = body[field]
     hasher = blake2b(json.dumps([endpoint, settings]).encode(), digest_size=8)
     if endpoint != "completions":
-        texts = _chat_texts(messages_of(endpoint, body), body.get("tools"))
-        return _of_texts(hasher, texts)
+        return _of_texts(hasher, *_chat_texts(messages_of(endpoint, body), body.get("tools")))
     prompt = body["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -323,9 +342,11 @@ def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
     return {**body, _SALT: blake2b(text, digest_size=16, person=b"sluice-salt").hexdigest()}
 
 
-def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> list[str | None]:
-    """The texts of a conversation in order; ``None`` for a medium."""
+def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> tuple[list[str | None], list[int]]:
+    """The texts of a conversation in order, ``None`` for a medium; and how many of them there are
+    up to the end of each message."""
     texts: list[str | None] = [json.dumps(tools, ensure_ascii=False)] if tools else []
+    ends: list[int] = []
     for message in messages:
         content, rest = message.get("content"), ""
         if not message.keys() <= _PLAIN_KEYS:
@@ -343,17 +364,21 @@ def _chat_texts(messages: list[dict[str, Any]], tools: Any) -> list[str | None]:
                 texts.append(json.dumps(plain, ensure_ascii=False))
             elif part is not None:
                 texts.append(None)
-    return texts
+        ends.append(len(texts))
+    return texts, ends
 
 
-def _of_texts(hasher: blake2b, texts: list[str | None]) -> PromptPrefix:
-    """Hash the texts up to the first medium, whose tokens are not in the body."""
+def _of_texts(hasher: blake2b, texts: list[str | None], ends: Sequence[int] = ()) -> PromptPrefix:
+    """Hash the texts up to the first medium, whose tokens are not in the body. ``ends``: of the
+    messages, numbers of texts."""
     size = 0
     for text in texts:
         size += _MEDIUM_UNITS if text is None else len(text)
     hashes: list[int] = []
+    message_ends: list[int] = []
+    last = ends[-MAX_MESSAGE_ENDS:] if size > MIN_MESSAGE_END and None not in texts else ()
     position = 0
-    for text in texts:
+    for number, text in enumerate(texts, 1):
         if text is None or len(hashes) == MAX_CHUNKS:
             break
         begin = 0
@@ -365,7 +390,11 @@ def _of_texts(hasher: blake2b, texts: list[str | None]) -> PromptPrefix:
         if len(hashes) < MAX_CHUNKS:
             hasher.update(text[begin:].encode())
         position += len(text)
-    return PromptPrefix(tuple(hashes), size)
+        if number in last and position > MIN_MESSAGE_END:
+            message_ends.append(_digest(hasher))
+    if len(hashes) == MAX_CHUNKS:
+        message_ends.clear()  # not all of it has been hashed
+    return PromptPrefix(tuple(hashes), size, tuple(message_ends))
 
 
 def _of_tokens(hasher: blake2b, ids: list[int]) -> PromptPrefix:

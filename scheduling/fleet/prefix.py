@@ -2,7 +2,11 @@
 
 The edge does not tokenise, so a prompt is cut at fixed places, ``CHUNK_ENDS``, and each chunk has a
 hash that covers everything before it. A replica, which knows tokens and KV blocks, reports the
-chunks that it holds."""
+chunks that it holds.
+
+The next turn of a conversation begins with all of this one, of which whole chunks may leave an
+eighth. So a long prompt has hashes up to the ends of its last messages, too; a replica reports the
+last one, which is the whole prompt, as another chunk, and a later turn has it among its own."""
 
 from __future__ import annotations
 
@@ -35,6 +39,9 @@ CHUNK_ENDS = _chunk_ends()
 """Where chunks end, characters: 512 apart, then an eighth of what lies before, so that few hashes
 reach far. Multiples of 512 characters, or 128 token ids: a whole number of KV blocks."""
 
+MIN_MESSAGE_END = 16 * _FIRST_CHUNK
+"""Before this the next chunk ends within 512 characters, and no end of a message is hashed."""
+
 HELD_SLOTS = 2048
 """Most chunks that a replica reports as held."""
 
@@ -54,16 +61,23 @@ NO_HELD_SLOTS.flags.writeable = False
 class PromptPrefix(NamedTuple):
     """The beginning of a prompt: ``hashes`` of its chunks in order, 63 bits and not 0, each
     covering all before it. ``size`` is of the whole prompt, characters, or ``TOKEN_UNITS`` for each
-    token id."""
+    token id. ``message_ends``: hashes up to the ends of its last messages behind
+    ``MIN_MESSAGE_END``, the last one of the whole prompt; none of a prompt with media."""
 
     hashes: tuple[int, ...] = ()
     size: int = 0
+    message_ends: tuple[int, ...] = ()
 
-    def chunk_tokens(self, prompt_tokens: int) -> list[int]:
-        """How many of the prompt's tokens lie before the end of each chunk: by its share of the
-        size, rounded down. Exact for token ids, an estimate for text."""
+    def chunk_tokens(self, prompt_tokens: int) -> dict[int, int]:
+        """How many of the prompt's tokens lie before the end of each chunk, by hash and in order,
+        the whole prompt the last one if it has a hash: by its share of the size, rounded down.
+        Exact for token ids and for the whole, an estimate for other chunks of text."""
         ends = islice(CHUNK_ENDS, len(self.hashes))
-        return [end * prompt_tokens // self.size for end in ends]
+        tokens = {
+            chunk: end * prompt_tokens // self.size
+            for chunk, end in zip(self.hashes, ends, strict=True)
+        }
+        return tokens | dict.fromkeys(self.message_ends[-1:], prompt_tokens)
 
 
 NO_PREFIX = PromptPrefix()

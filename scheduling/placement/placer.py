@@ -91,9 +91,15 @@ def job_of(
     else:
         if query.prefix:
             cached = fleet.prefixes.cached_tokens(query.prefix, rows, prompt)
+            if query.message_ends:
+                ends = fleet.prefixes.cached_tokens(query.message_ends, rows, prompt)
+                np.maximum(cached, ends, out=cached)
         work_s, lead_s = prefill_on(fleet.figures, fleet.pieces, rows, prompt, cached)
         if query.prefix and len(fleet.prefixes.hosted):
             hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
+            if query.message_ends:
+                ends, _ = fleet.prefixes.hosted_tokens(query.message_ends, rows)
+                np.maximum(hosted, ends, out=hosted)
             loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
             less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
             pays = (loaded > 0) & (loaded * token_s + less_s < work_s)

@@ -23,6 +23,7 @@ MAX_NUMBER: Final = 1e15
 """Largest absolute value of a time or other number."""
 
 MAX_CHUNKS: Final = 64
+MAX_MESSAGE_ENDS: Final = 16
 """Chunk hashes of one prompt."""
 
 MAX_AVOIDED: Final = 64
@@ -65,6 +66,7 @@ class RouteQuery(NamedTuple):
         output_tokens: maximum output length; 0 if unknown.
         session: of the requests that it goes together with, such as those of its conversation.
         prefix: hashes of the prompt's first chunks, each of all before it (``fleet.prefix``).
+        message_ends: the same up to the ends of its last messages, if it is long.
         request_id, client_request_id: for tracing by people; no policy reads them.
         prefill_key: of its prefill, if another replica may compute it; 0: one replica serves it
             whole.
@@ -98,6 +100,7 @@ class RouteQuery(NamedTuple):
     only: Annotated[tuple[Id, ...], Meta(max_length=MAX_ONLY)] = ()
     expected_tokens: Tokens = 0
     takes: Key = 0
+    message_ends: Annotated[tuple[Key, ...], Meta(max_length=MAX_MESSAGE_ENDS)] = ()
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:

@@ -95,6 +95,14 @@ def test_a_chunk_of_text_reaches_to_the_last_whole_block_of_its_share():
     assert short.shown() == {8: 16}, "a chunk of less than a block is not held"
 
 
+def test_a_whole_prompt_is_held_to_its_last_whole_block():
+    bench = Bench()
+    bench.serve("r", PromptPrefix((7, 8), 1100, (5, 6)), 100, list(range(6)))
+    assert bench.shown() == {7: 32, 8: 80, 6: 96}
+    bench.evict(5)
+    assert bench.shown() == {7: 32, 8: 80}
+
+
 def test_a_block_that_leaves_the_gpu_for_the_host_stays_with_the_time_to_load_it():
     bench = Bench()
     hashes = list(range(100, 116))

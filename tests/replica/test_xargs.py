@@ -21,7 +21,7 @@ from sluice.replica.scheduler.xargs import (
     to_xargs,
 )
 from sluice.scheduling.fleet.prefix import CHUNK_ENDS, NO_PREFIX, PromptPrefix
-from sluice.scheduling.request.job import MAX_CHUNKS
+from sluice.scheduling.request.job import MAX_CHUNKS, MAX_MESSAGE_ENDS
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.request.stages import Stage
 
@@ -40,9 +40,12 @@ _slos = st.builds(
 )
 _hashes = st.lists(st.integers(1, 2**63 - 1), min_size=1, max_size=MAX_CHUNKS)
 _prefixes = st.just(NO_PREFIX) | st.builds(
-    lambda hashes, more: PromptPrefix(tuple(hashes), CHUNK_ENDS[len(hashes) - 1] + more),
+    lambda hashes, more, ends: PromptPrefix(
+        tuple(hashes), CHUNK_ENDS[len(hashes) - 1] + more, tuple(ends)
+    ),
     _hashes,
     st.integers(0, 2**40),
+    st.lists(st.integers(1, 2**63 - 1), max_size=MAX_MESSAGE_ENDS),
 )
 
 
@@ -109,7 +112,9 @@ def test_a_request_cannot_arrive_in_the_future():
         (changed(prefix=[[1 << 63], 1 << 20]), "63 bits"),
         (changed(prefix=[[0], 1 << 20]), "none of 0"),
         (changed(prefix=[[1], 511]), "size 511 does not have 1 chunks"),
-        (changed(prefix=[[1] * 65, 1 << 30]), "at most 64 hashes"),
+        (changed(prefix=[[1] * 65, 1 << 30]), "at most 64 chunks"),
+        (changed(prefix=[[1], 1 << 20, [1] * 17]), "16 ends of messages"),
+        (changed(prefix=[[1], 1 << 20, [0]]), "none of 0"),
     ],
 )
 def test_a_wrong_value_is_named(xargs, named):

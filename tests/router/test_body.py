@@ -18,6 +18,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.request import body as reading
 from sluice.router.request.body import MAX_DEPTH, MAX_PARTS, parse_in_pieces, parse_object
 from sluice.router.request.prompt import (
+    MAX_CONVERSATIONS,
     MAX_RATIO,
     MESSAGE_TOKENS,
     MIN_RATIO,
@@ -365,6 +366,24 @@ def test_token_ids_are_estimated_exactly() -> None:
     estimator = TokenEstimator()
     estimator.learn(PromptSize(characters=100), 100)
     assert estimator.estimate(PromptSize(tokens=123)) == 123
+
+
+def test_a_conversation_is_estimated_by_its_own_last_prompt() -> None:
+    """Of 40,000 tokens 4 % are as many as a turn adds."""
+    estimator = TokenEstimator()
+    code, prose = PromptSize(100_000, 40, conversation=1), PromptSize(200_000, 40, conversation=2)
+    for _ in range(20):
+        estimator.learn(code, 40_040)
+        estimator.learn(prose, 40_040)
+    more = PromptSize(104_000, 48, conversation=1)
+    assert estimator.estimate(more) == 48 + 41_600
+    assert estimator.estimate(prose) == 40_040
+    unknown = estimator.estimate(PromptSize(104_000, 48))
+    assert unknown == estimator.estimate(PromptSize(104_000, 48, conversation=3)) != 48 + 41_600
+    for conversation in range(3, MAX_CONVERSATIONS + 2):
+        estimator.learn(PromptSize(100, conversation=conversation), 100)
+    assert estimator.estimate(prose) == 40_040
+    assert estimator.estimate(more) != 48 + 41_600, "the one of longest ago is forgotten"
 
 
 @given(

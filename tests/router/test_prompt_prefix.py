@@ -157,6 +157,42 @@ def test_the_longest_prompt_costs_no_more_than_the_last_chunk():
     assert prefix_of("completions", changed) == prefix
 
 
+LONG = "".join(f"Rule {number}: be kind. " for number in range(500))
+
+
+def calls(*paths):
+    made = [{"id": path, "type": "function", "function": {"name": path}} for path in paths]
+    return {"role": "assistant", "content": None, "tool_calls": made}
+
+
+@pytest.mark.parametrize("results", [1, 14])
+def test_the_next_turn_has_the_hash_of_the_whole_prompt_before(results):
+    asked = [{"role": "system", "content": LONG}, {"role": "user", "content": "Why?"}]
+    paths = [f"file{number}.py" for number in range(results)]
+    found = [{"role": "tool", "tool_call_id": path, "content": f"x = {path}"} for path in paths]
+    first = prefix_of("chat", {"model": "m", "messages": asked})
+    later = prefix_of("chat", {"model": "m", "messages": [*asked, calls(*paths), *found]})
+    assert len(first.message_ends) == 2 and len(later.message_ends) == min(3 + results, 16)
+    assert first.message_ends[-1] in later.message_ends[:-1]
+    other = prefix_of("chat", {"model": "m", "messages": [asked[0], *found]})
+    assert first.message_ends[-1] not in other.message_ends
+
+
+def test_short_prompts_and_those_with_media_have_no_message_ends():
+    user = {"role": "user", "content": "Why?"}
+    whole = prefix_of("chat", chat(LONG, "Why?"))
+    assert len(whole.message_ends) == 2
+    shortened = prefix_of("chat", chat(LONG[:6_000], "Why?"))
+    assert shortened.hashes and not shortened.message_ends
+    # Only what ends far enough back has one.
+    assert len(prefix_of("chat", chat("Hi.", "a" * 6_000, "b" * 6_000)).message_ends) == 1
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    pictured = {"model": "m", "messages": [{"role": "system", "content": LONG}, picture, user]}
+    assert prefix_of("chat", pictured).hashes and not prefix_of("chat", pictured).message_ends
+    assert not prefix_of("chat", chat("a" * CHUNK_ENDS[-1], "b")).message_ends
+    assert not prefix_of("completions", {"model": "m", "prompt": LONG}).message_ends
+
+
 def test_a_block_that_the_engine_leaves_out_changes_no_hash():
     def body(*system):
         blocks = [{"type": "text", "text": text} for text in system]

@@ -67,6 +67,18 @@ def test_what_is_loaded_takes_time_and_no_compute() -> None:
     assert made.work_s == pytest.approx([all_s, rest_s, rest_s, rest_s, all_s])
 
 
+def test_the_next_turn_of_a_conversation_finds_all_of_the_one_before() -> None:
+    """Each replica by the deeper of its chunks and its turns, on the GPU and in the host."""
+    turn = query()._replace(message_ends=(3, 4, 5))
+    held = {**GPU, 3: (200, 0.0), 4: (950, 0.0)}
+    hosted = {**HOST, 4: (950, FAST_S)}
+    fleet = fleet_with({}, held, GPU, {4: (950, 0.0)}, {3: (200, 0.0), 7: (400, 0.0)}, hosted)
+    made = job_of(fleet, turn, np.arange(6), 0.0, 1.0)
+    assert made.cached_tokens.tolist() == [0, 950, HIT, 950, 400, 950]
+    assert made.work_s[1] == pytest.approx(MODEL.work_s(50, 950))
+    assert made.lead_s == pytest.approx([0, 0, 0, 0, 0, 550 * FAST_S])
+
+
 @pytest.mark.parametrize("routing", ["most_gain", "least_work"])
 def test_a_hit_in_the_host_is_better_than_none_and_worse_than_one_on_the_gpu(routing: str) -> None:
     assert placed(fleet_with({}, HOST), routing).replica_id == "1"
@@ -224,9 +236,12 @@ def test_chunk_ends_are_whole_blocks_of_token_ids_and_reach_far():
 def test_the_tokens_of_chunks_are_their_share_of_the_prompt(prompt_tokens):
     prefix = PromptPrefix((1, 2, 3), 2000)
     tokens = prefix.chunk_tokens(prompt_tokens)
-    assert tokens == [int(end / 2000 * prompt_tokens) for end in CHUNK_ENDS[:3]]
-    assert tokens[-1] <= prompt_tokens
+    shares = [int(end / 2000 * prompt_tokens) for end in CHUNK_ENDS[:3]]
+    assert list(tokens.items()) == list(zip((1, 2, 3), shares, strict=True))
+    assert tokens[3] <= prompt_tokens
+    whole = PromptPrefix((1, 2, 3), 2000, (8, 9)).chunk_tokens(prompt_tokens)
+    assert list(whole.items()) == [*tokens.items(), (9, prompt_tokens)]
 
 
 def test_the_tokens_of_token_ids_are_exact():
-    assert PromptPrefix((1, 2), 300 * TOKEN_UNITS).chunk_tokens(300) == [128, 256]
+    assert PromptPrefix((1, 2), 300 * TOKEN_UNITS).chunk_tokens(300) == {1: 128, 2: 256}
