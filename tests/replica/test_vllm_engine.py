@@ -27,6 +27,7 @@ from sluice.replica.server import FIRST_STEPS, Watchdog
 from sluice.replica.vllm import tokenizing
 from sluice.replica.vllm.engine import VllmEngine
 from sluice.replica.vllm.serving import is_plain
+from sluice.router.request import prompt as prompts
 from sluice.router.request.prompt import prefix_of
 from sluice.scheduling.fleet.prefix import HELD_SLOTS, PrefixIndex
 from sluice.scheduling.request.objective import SLO
@@ -137,6 +138,28 @@ async def test_the_chunks_of_a_conversation_are_held_once_it_was_answered(engine
     index.write(0, np.arange(HELD_SLOTS), engine.state().held)
     following = prefix_of("chat", {**first.body, "messages": longer})
     assert index.cached_tokens(following.hashes, np.array([0, 1])).tolist() == [tokens[-1], 0]
+
+
+async def test_a_later_turn_finds_all_of_a_conversation_that_was_answered(engine, monkeypatch):
+    monkeypatch.setattr(prompts, "MIN_MESSAGE_END", 512)
+    opening = {"role": "system", "content": "".join(f"Rule {i}: be just. " for i in range(90))}
+    asked = [opening, {"role": "user", "content": "Why? " * 60}]
+    first = request("turn", "chat", messages=asked)
+    prefix = prefix_of("chat", first.body)
+    _, _, tail = await answer(engine, replace(first, prefix=prefix))
+    whole = prefix.message_ends[-1]
+    await until(lambda: whole in engine.state().held["hash"], 120)
+    longer = [*asked, {"role": "assistant", "content": "Because."}, *MESSAGES]
+    later = prefix_of("chat", {**first.body, "messages": longer})
+    index = PrefixIndex()
+    index.write(0, np.arange(HELD_SLOTS), engine.state().held)
+    by_chunks, by_ends = (
+        float(index.cached_tokens(found, np.array([0]))[0])
+        for found in (later.hashes, later.message_ends)
+    )
+    assert by_chunks < by_ends == tail.prompt_tokens // 32 * 32
+    _, _, after = await answer(engine, request("later", "chat", messages=longer))
+    assert after.cached_tokens >= by_ends, "the cache has no less than what is predicted"
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
