@@ -9,7 +9,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # `LOCKED=1` installs the versions in deploy/requirements/ and checks their hashes, as images and CI do.
 LOCKED ?=
 
-.PHONY: serve test test-release versions check format docs chart pictures lock audit sbom release clean
+.PHONY: serve test test-release versions check format docs chart pictures site lock audit sbom release clean
 
 serve: $(VENV)/.installed
 	$(BIN)/sluice serve $(ARGS)
@@ -52,8 +52,13 @@ chart: $(VENV)/.installed-test
 pictures: $(VENV)/.installed-test
 	$(BIN)/python -m tests.pictures
 
+# The documents as a site in build/site. A dead link, or a page that the index does not list, fails it.
+site: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # The exact versions with hashes, for the Python and the platform of the images. test.txt holds what
-# comes on top of cpu.txt, deploy/ray/requirements.txt what comes on top of the images. They are installed without resolving, so the CPU build can go without
+# comes on top of cpu.txt, docs.txt what comes on top of both, deploy/ray/requirements.txt what comes on
+# top of the images. They are installed without resolving, so the CPU build can go without
 # torch's companions: see `install` below.
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --no-config --upgrade --generate-hashes \
   --no-annotate --no-emit-index-url --custom-compile-command 'make lock' \
@@ -71,6 +76,9 @@ lock: $(VENV)/.installed-test
 	$(LOCK_CPU) --extra test --extra bench --constraint $(REQUIREMENTS)/cpu.txt \
 	  $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(REQUIREMENTS)/cpu.txt) \
 	  --output-file $(REQUIREMENTS)/test.txt
+	$(LOCK) --extra docs $(addprefix --constraint $(REQUIREMENTS)/,cpu.txt test.txt) \
+	  $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(addprefix $(REQUIREMENTS)/,cpu.txt test.txt)) \
+	  --output-file $(REQUIREMENTS)/docs.txt
 	$(LOCK:pyproject.toml=deploy/ray/requirements.in) --constraint $(REQUIREMENTS)/vllm.txt \
 	  $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(REQUIREMENTS)/vllm.txt) \
 	  --output-file deploy/ray/requirements.txt
@@ -125,7 +133,7 @@ define pip_install
 endef
 
 # Half of the code that is installed. Python compiles what is imported of it.
-SELDOM := /(tests|anthropic|mypy|sentry_sdk|torch/testing|transformers/models
+SELDOM := /(tests|anthropic|moto|mypy|sentry_sdk|torch/testing|transformers/models
 SELDOM := $(SELDOM)|vllm/(benchmarks|models|model_executor/models)|ray/(data|llm|rllib|train|tune)
 SELDOM := $(SELDOM)|dns|fontTools|graphql|mypyc|pygments/lexers|sympy/(combinatorics|physics|stats)
 SELDOM := $(SELDOM)|torch/(_vendor|onnx)|torchgen|transformers/pipelines)/
@@ -160,3 +168,7 @@ $(VENV)/.installed: | $(BIN)/python
 $(VENV)/.installed-test: | $(BIN)/python
 	@echo "installing Sluice, its engine and the test tools into $(VENV)"
 	@$(call install,$(ENGINE)$(comma)test,$(ENGINE) test)
+
+$(VENV)/.installed-docs: $(VENV)/.installed-test
+	@$(call pip_install,$(if $(LOCKED),--no-deps --require-hashes -r $(REQUIREMENTS)/docs.txt,--editable '.[docs]'))
+	@touch $@

@@ -28,7 +28,7 @@ from sluice.router.dispatch.access_log import Telemetry
 from sluice.router.dispatch.degrade import Degrading
 from sluice.router.dispatch.models import ModelRegistry
 from sluice.router.dispatch.response import CallResponse
-from sluice.router.errors import ApiError, Reason, shown
+from sluice.router.errors import ApiError, Reason, invalid, shown
 from sluice.router.ingress.access import (
     LIVE_PATH,
     METRICS_PATH,
@@ -40,6 +40,7 @@ from sluice.router.ingress.access import (
 )
 from sluice.router.ingress.middleware import Cors, IngressMiddleware, Pause, Shedder
 from sluice.router.metrics.page import Page
+from sluice.router.metrics.vllm_names import with_vllm_names
 from sluice.router.openapi import PATH, document
 from sluice.router.quotes import Quotes
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
@@ -226,9 +227,22 @@ def _status_routes(
     async def openapi() -> dict[str, Any]:
         return described
 
+    renaming, of, renamed = asyncio.Lock(), b"", b""
+
     @routes.get("/metrics", response_model=None)
-    async def metrics_page() -> Response:
-        return Response(await page.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    async def metrics_page(request: Request) -> Response:
+        names = request.query_params.get("names", "sluice")
+        if names not in ("sluice", "vllm"):
+            raise invalid(f"names must be sluice or vllm, got {shown(names)}", "names")
+        text = await page.render()
+        if names == "vllm":
+            nonlocal of, renamed
+            async with renaming:  # once for all that wait for a page
+                if of != text:
+                    model = next(iter(fleets)).model
+                    of, renamed = text, await asyncio.to_thread(with_vllm_names, text, model)
+            text = renamed
+        return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return routes
 

@@ -37,6 +37,7 @@ from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO,
 HOUR_S = 3_600
 DAY_S = 24 * HOUR_S
 
+_BUCKET = re.compile(r"(?:s3|gs)://[^/?#@]+(?:/[^?#]*)?")
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([mhd])")
 
 
@@ -48,6 +49,12 @@ class BatchesConfig(BaseModel, extra="forbid", frozen=True):
         default=None,
         description="Absolute path of the folder that holds files and batches; router replicas "
         "that share it share them. Null: `/v1/files` and `/v1/batches` are off.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Bucket and prefix of the files' bytes, such as `s3://bucket/sluice` or "
+        "`gs://bucket/sluice`; the state stays in the directory. Credentials, region and endpoint "
+        "come from the environment or the machine's role. Null: in the directory.",
     )
     service_class: str = Field(
         default="batch",
@@ -97,6 +104,16 @@ class BatchesConfig(BaseModel, extra="forbid", frozen=True):
         le=4_096,
         description="Maximum lines in flight in one router replica.",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is not None and not _BUCKET.fullmatch(value):
+            raise ValueError(
+                "batches.url must look like s3://bucket/prefix or gs://bucket/prefix, without "
+                "credentials"
+            )
+        return value
 
     @field_validator("completion_windows")
     @classmethod

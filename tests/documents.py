@@ -8,6 +8,7 @@ A comment above a fenced block says how it is tested:
 - ``check: config``: a configuration that Sluice accepts, whole or in part;
 - ``check: entry point``: what a package's ``pyproject.toml`` says, from which one is installed;
 - ``check: serve-config``: one for ``serve deploy``;
+- ``check: ray-config``: one of Ray Serve LLM, which ``sluice config from-ray`` reads;
 - ``check: command``: needs what a test machine has not, such as a GPU. Its name and its options are
   checked, as those of every command in a document are.
 """

@@ -21,7 +21,10 @@ from sluice.deploy.config import (
     SluiceConfig,
     engine_faults,
     load_config,
+    parse_config,
+    read_mapping,
 )
+from sluice.deploy.migration import Migrated, command_words, from_ray, from_vllm
 from sluice.deploy.ray_start import TUNED
 from sluice.deploy.tables import print_list
 from sluice.router.config import RouterConfig
@@ -96,6 +99,52 @@ def schema() -> None:
       sluice config schema > sluice.schema.json
     """
     click.echo(json.dumps(SluiceConfig.model_json_schema(), indent=2))
+
+
+@config.command(name="from-vllm", context_settings={"ignore_unknown_options": True})
+@click.argument("words", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def config_from_vllm(words: tuple[str, ...]) -> None:
+    """Print as a configuration what a `vllm serve` starts.
+
+    COMMAND is a `vllm serve` or `docker run`, in quotes or not. A comment names each part of it
+    that has no counterpart.
+
+    \b
+    Examples:
+      sluice config from-vllm 'vllm serve Qwen/Qwen3-8B --max-model-len 16384'
+      sluice config from-vllm "$(cat start-vllm.sh)" > sluice.yaml
+    """
+    try:
+        _print_migrated(from_vllm(command_words(words[0]) if len(words) == 1 else words))
+    except (ValueError, OSError) as error:
+        raise Failure(Exit.FAILED, str(error)) from None
+
+
+@config.command(name="from-ray")
+@click.argument("path", metavar="FILE", type=CONFIG_FILE)
+def config_from_ray(path: Path) -> None:
+    """Print as a configuration what Ray Serve LLM deploys.
+
+    FILE is an LLMConfig, or a file of `serve deploy` with `build_openai_app` or
+    `build_pd_openai_app`. A comment names each field that has no counterpart.
+
+    \b
+    Example:
+      sluice config from-ray llm_config.yaml > sluice.yaml
+    """
+    try:
+        _print_migrated(from_ray(read_mapping(path), path.parent))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Failure(Exit.FAILED, f"{path} is no file of Ray Serve LLM: {error}") from None
+    except (ValueError, OSError) as error:
+        raise Failure(Exit.FAILED, str(error)) from None
+
+
+def _print_migrated(migrated: Migrated) -> None:
+    for line in migrated.lacking:
+        click.echo(f"# no counterpart: {line}")
+    click.echo(yaml.safe_dump(migrated.config, sort_keys=False).rstrip())
+    parse_config(migrated.config)  # says what is still to change
 
 
 # ``sluice policies``: the policies that can be configured.

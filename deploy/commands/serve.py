@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from sluice.deploy.local import (
     state_folder,
     stop_signals,
 )
+from sluice.deploy.migration import VLLM_KEY_VARIABLE, add_flags
 from sluice.deploy.progress import Progress
 from sluice.deploy.supervisor import Supervised
-from sluice.replica.vllm_args import instead_of, long_flag, parse_flags
-from sluice.router.batches.state import make_folder
+from sluice.replica.vllm_args import long_flag, parse_flags
+from sluice.router.batches.byte_store import make_folder
 from sluice.router.config import AdminConfig
 
 # The folder of files and batches of a `sluice serve` without a configured one.
@@ -74,23 +75,6 @@ def page_address(config: SluiceConfig, url: str, key: str | None) -> str | None:
         return None
     return f"{url}/ui" if key is None else f"{url}/ui#key={key}"
 
-
-_OWN: Mapping[str, tuple[str, str]] = {
-    "model": ("engine", "model"),
-    "served-model-name": ("engine", "served_model_name"),
-    "host": ("router", "host"),
-    "port": ("router", "port"),
-    "api-key": ("router", "api_keys"),
-    "api-server-count": ("router", "replicas"),
-    "shutdown-timeout": ("replica", "drain_timeout_s"),
-}
-"""vLLM's options with a field of Sluice's own."""
-
-VLLM_KEY_VARIABLE = "VLLM_API_KEY"
-"""vLLM's server reads its API key from this variable, too."""
-
-_TEXTS = ("model", "served_model_name", "host")
-"""Of these fields those that are texts, whatever they look like."""
 
 _PLACES = {
     "engine": ("engine", "kind"),
@@ -223,28 +207,3 @@ def _add_vllm(
         raise click.UsageError(f"not for vLLM: {'; '.join(lacking)}")
     if alone and "model" in flags:  # one engine, as `vllm serve` has it
         overrides.setdefault("replica", {}).setdefault("count", 1)
-
-
-def add_flags(config: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
-    """Lay vLLM's ``flags`` over ``config``; a line for each that has no place there. Raises
-    ValueError: one has no value."""
-    lacking, arguments = [], {}
-    for option, value in flags.items():
-        if option in _OWN:
-            section, field = _OWN[option]
-            if isinstance(value, bool):
-                raise ValueError(f"--{option} needs a value")
-            values = value if isinstance(value, list) else [value]
-            if field == "api_keys":
-                value = [*map(str, values)]
-            elif field in _TEXTS:
-                value = str(values[0])
-                lacking += [f"--{option} {name}: one name" for name in values[1:]]
-            config.setdefault(section, {})[field] = value
-        elif (instead := instead_of(option)) is not None:
-            lacking.append(f"--{option}: {instead}")
-        else:
-            arguments[option] = value
-    if arguments:
-        config.setdefault("engine", {})["vllm_args"] = arguments
-    return lacking

@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from sluice.router.batches.byte_store import READ_BYTES
 from sluice.router.batches.lines import BatchMetrics, LineCaller
 from sluice.router.batches.run import LinePlaces, Resources, Runner
 from sluice.router.batches.state import (
@@ -184,7 +185,7 @@ class FilesApi:
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(file.read, 1 << 20), b"")
+    return iter(partial(file.read, READ_BYTES), b"")
 
 
 def owner_of(request: Request) -> str:

@@ -13,36 +13,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from pydantic import BaseModel
 
+from sluice.router.batches.byte_store import open_private, sync_folder
 from sluice.router.config import BatchesConfig
 from sluice.router.errors import ApiError, Reason, shown
-
-# Private folders whose names survive a power failure, and the routers that are alive.
-
-
-def make_folder(path: Path) -> None:
-    """Create a folder and parents that only its owner reads, and that survive a power failure."""
-    if not path.parent.exists():
-        make_folder(path.parent)  # mkdir's own way to make those lets everyone read them
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        return  # the folder above it may be one that we cannot read
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power failure."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def open_private(path: Path) -> int:
-    """A handle of a file that only its owner can read; it is created if it is missing."""
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
 
 # Stored records of files and batches, and their form in OpenAI's API.
 
@@ -207,7 +180,7 @@ class Page(NamedTuple):
 # ``files`` A row exists before and after the bytes do: ``writing`` until they are complete,
 # ``ready``, and ``deleted`` until they are removed. Only ``ready`` ones are visible. No bytes
 # exist without a row, so a crash leaves nothing that must be searched for. ``batches`` ``holder``
-# is the router that runs the batch, see :class:`sluice.router.batches.store.Routers`. Only the
+# is the router that runs the batch, see :class:`sluice.router.batches.byte_store.Routers`. Only the
 # holder changes the record and adds results; each of its transactions checks that it still is the
 # holder, so a router that lost its lock cannot do harm. ``results`` A line of a running batch has
 # one result at most: (batch, line) is unique. ``n`` is the order in which lines ended. Results

@@ -2,22 +2,18 @@
 
     <directory>/state.sqlite3    the state
     <directory>/routers          locked by the routers that are alive
-    <directory>/files/<id>       bytes of files
+    <directory>/files/<id>       bytes of files, or <url>/<id>
 
-The directory needs a file system with POSIX locks, shared by the routers of several
-nodes. The state decides which names are visible, so nothing is renamed or listed."""
+The directory needs a file system with POSIX locks, shared by the routers of several nodes, also
+when the bytes are in a bucket: without the state they have no names."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import hashlib
 import logging
-import os
-import secrets
 import sqlite3
-import struct
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO, Concatenate, Final, ParamSpec, TypeVar
 
-from sluice.router.batches.state import (
-    BatchRecord,
-    BatchState,
-    FileRecord,
-    Purpose,
-    make_folder,
-    open_private,
-    storage_full,
-    sync_folder,
-)
+from sluice.router.batches.byte_store import ByteStore, Routers, make_folder
+from sluice.router.batches.state import BatchRecord, BatchState, FileRecord, Purpose, storage_full
 from sluice.router.config import BatchesConfig
 from sluice.router.errors import ApiError
 
@@ -67,35 +55,6 @@ class Threads:
         self._threads.shutdown(wait=False)
 
 
-class Routers:
-    """The routers that share a folder. Each locks the byte of a file at its random ``id`` until its
-    process ends, so that liveness depends on no clock. Raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self.id = secrets.randbits(62)
-        self._mine, self._others = open_private(path), open_private(path)
-        _lock(self._mine, self.id, fcntl.F_WRLCK)
-
-    def alive(self, router: int) -> bool:
-        """Whether the process of that router lives."""
-        try:
-            _lock(self._others, router, fcntl.F_WRLCK)
-        except BlockingIOError:
-            return True
-        _lock(self._others, router, fcntl.F_UNLCK)
-        return False
-
-    def close(self) -> None:
-        """This router has ended."""
-        os.close(self._mine)
-        os.close(self._others)
-
-
-def _lock(handle: int, byte: int, kind: int) -> None:
-    """Locks of the open file, so they also hold within a process. Raises BlockingIOError."""
-    fcntl.fcntl(handle, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
-
-
 NAME: Final = "state.sqlite3"
 
 _BYTE_THREADS: Final = 8
@@ -108,7 +67,7 @@ _log = logging.getLogger(__name__)
 
 class Store:
     """The files and batches of one configuration, used from one event loop per router. Methods
-    raise ApiError if the disk is full, OSError if disk or database fails."""
+    raise ApiError if the disk is full, OSError if disk, database or bucket fails."""
 
     def __init__(self, config: BatchesConfig, directory: Path, now: Callable[[], float]) -> None:
         self._retention_s = config.retention_s
@@ -118,9 +77,8 @@ class Store:
         self._routers = Routers(directory / "routers")
         with self._converted_errors():
             self._state = BatchState(config, self._path, self._routers.id, now)
-        self.files = directory / "files"
-        make_folder(self.files)
-        # One thread, as transactions are one at a time; slow files do not delay them.
+        self._bytes = ByteStore(config.url or directory / "files")
+        # One thread, as transactions are one at a time; a slow bucket does not delay them.
         self._state_thread = Threads(1)
         self._byte_threads = Threads(_BYTE_THREADS)
 
@@ -160,7 +118,7 @@ class Store:
         """Call ``use`` with the open file, in a thread."""
 
         def call() -> _T:
-            with (self.files / file_id).open("rb") as file:
+            with self._bytes.open(file_id) as file:
                 return use(file)
 
         return await self._run(call)
@@ -169,7 +127,7 @@ class Store:
         self, file_id: str, parts: Callable[[BinaryIO], Iterator[_T]]
     ) -> AsyncGenerator[_T, None]:
         """The ``parts`` of a file, each read in a thread when it is needed."""
-        file = await self._run((self.files / file_id).open, "rb")
+        file = await self._run(self._bytes.open, file_id)
         try:
             pending = parts(file)
             while (part := await self._run(next, pending, None)) is not None:
@@ -222,7 +180,7 @@ class Store:
         """Delete the bytes of files that are not used any more, only of ``file_id`` if given."""
         for each in await self.ask(BatchState.unused_files, file_id):
             try:
-                await self._run((self.files / each).unlink, missing_ok=True)
+                await self._run(self._bytes.delete, each)
             except OSError as error:  # its row stays, for the next sweep
                 _log.warning("cannot delete the bytes of %s; retrying later: %s", each, error)
             else:
@@ -245,7 +203,7 @@ class Store:
         )
 
     async def _upload(self, file: FileRecord) -> Upload:
-        return Upload(self, file, await self._run((self.files / file.id).open, "wb"))
+        return Upload(self, file, await self._run(self._bytes.create, file.id))
 
     async def _run(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self._converted_errors():
@@ -286,20 +244,13 @@ class Upload:
 
     async def close(self) -> FileRecord:
         """The bytes are complete, and survive a power failure. Returns the record with the size."""
-        await self._store._run(self._finish)
+        await self._store._run(self._store._bytes.finish, self._writer)
         return self._file.model_copy(update={"bytes": self._size})
-
-    def _finish(self) -> None:
-        self._writer.flush()
-        os.fsync(self._writer.fileno())
-        sync_folder(self._store.files)
-        self._writer.close()
 
     async def abandon(self) -> None:
         """Delete what was written; what cannot be deleted now is deleted later."""
         with suppress(OSError, ApiError):  # it may have failed before
             await self._store._run(self._writer.close)
         with suppress(OSError, ApiError):
-            path = self._store.files / self._file.id
-            await self._store._run(path.unlink, missing_ok=True)
+            await self._store._run(self._store._bytes.delete, self._file.id)
             await self._store.ask(BatchState.forget_file, self._file.id)

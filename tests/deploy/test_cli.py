@@ -273,7 +273,7 @@ def test_help_has_examples_of_the_command(words: tuple[str, ...]) -> None:
     assert f"sluice {' '.join(words)}" in shown.output.partition("Example")[2]
 
 
-TAKE_FLAGS_OF_VLLM = {("serve",)}
+TAKE_FLAGS_OF_VLLM = {("serve",), ("config", "from-vllm")}
 
 
 @pytest.mark.parametrize(

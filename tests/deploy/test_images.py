@@ -211,6 +211,7 @@ LOCKED = {
     ("vllm.txt",): ("vllm", "otel"),
     ("cpu.txt",): ("cpu", "otel"),
     ("cpu.txt", "test.txt"): ("cpu", "otel", "test", "bench"),
+    ("cpu.txt", "test.txt", "docs.txt"): ("cpu", "otel", "test", "bench", "docs"),
 }
 """The extras of pyproject.toml that files lock together."""
 

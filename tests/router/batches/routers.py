@@ -51,10 +51,14 @@ class Held:
             yield item
 
 
+bytes_url: str | None = None
+"""Where the bytes of files are, if it is not the folder."""
+
+
 def config(directory: Path, keys: Iterable[str] = (), **batches: Any) -> RouterConfig:
+    settings = {"directory": directory, "url": bytes_url, **batches}
     return RouterConfig(
-        api_keys=tuple(SecretStr(key) for key in keys),
-        batches=BatchesConfig(directory=directory, **batches),
+        api_keys=tuple(SecretStr(key) for key in keys), batches=BatchesConfig(**settings)
     )
 
 

@@ -491,5 +491,5 @@ def test_the_limits_are_the_defaults() -> None:
         for name, cells in rows(section(DOCUMENT, "Limits")).items()
     }
     assert told == {name: defaults[name] for name in told}
-    others = {"directory", "service_class", "completion_windows"}
+    others = {"directory", "url", "service_class", "completion_windows"}
     assert defaults.keys() - told.keys() == others

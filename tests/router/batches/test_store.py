@@ -18,6 +18,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
+from sluice.router.batches.byte_store import Routers
 from sluice.router.batches.lines import BatchMetrics, LineCaller
 from sluice.router.batches.run import BatchRun, LinePlaces, Resources, Runner, _Running
 from sluice.router.batches.state import (
@@ -31,7 +32,7 @@ from sluice.router.batches.state import (
     Status,
     changing,
 )
-from sluice.router.batches.store import NAME, Routers, Store, Threads
+from sluice.router.batches.store import NAME, Store, Threads
 from sluice.router.batches.windows import Windows
 from sluice.router.config import DAY_S, BatchesConfig
 from sluice.router.errors import ApiError, Reason
