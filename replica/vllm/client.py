@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from tokenizers.decoders import DecodeStream
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.metrics.stats import IterationStats
 
 from sluice.protocol.errors import RequestError
@@ -193,19 +196,17 @@ class ApiCall:
     template: tuple[bytes, bytes] | None = None
     forwarded: list[int] = field(default_factory=list)
 
-    def relay(self, output: Any) -> bool:
-        """Send an output, neither the first nor the last, past vLLM's layer; false: not possible.
-        The layer gets its token ids with the next output that it sees, to count them."""
-        if self.template is None or self.forward is None or self.unsent_tokens or output.finished:
+    def relay(self, text: str, token_ids: Sequence[int]) -> bool:
+        """Send tokens, neither the first nor the last, past vLLM's layer; false: not possible.
+        The layer gets their ids with the next output that it sees, to count them."""
+        if self.template is None or self.forward is None or self.unsent_tokens:
             return False
-        (choice,) = output.outputs
         before, after = self.template
-        ids = tuple(choice.token_ids) if self.resumable else ()
-        text = before + encode_text(choice.text) + after
-        if not self.forward(ResponseChunk(text, len(choice.token_ids), ids)):
+        ids = tuple(token_ids) if self.resumable else ()
+        if not self.forward(ResponseChunk(before + encode_text(text) + after, len(token_ids), ids)):
             return False
-        self.forwarded += choice.token_ids
-        self.output_tokens += len(choice.token_ids)
+        self.forwarded += token_ids
+        self.output_tokens += len(token_ids)
         return True
 
     def count(
@@ -264,32 +265,63 @@ class ApiCall:
         return max(0.0, scheduled_s - self.received_s) if scheduled_s else None
 
 
-class _Relay:
-    """Where vLLM puts a request's outputs: they go to the client at once while its generator waits
-    for the next one, else to vLLM's queue. A task that wakes for each token costs more than all
+class RelayedState(RequestState):
+    """A request in vLLM whose tokens go to the client at once while its generator waits for the
+    next output. A task that wakes for each token, and vLLM's objects for it, cost more than all
     else that happens to it in this process."""
 
-    __slots__ = ("_call", "_queue", "_waits")
+    call: ApiCall
+    waits: dict[tuple[int, int], float]
 
-    def __init__(self, queue: Any, call: ApiCall, waits: dict[tuple[int, int], float]) -> None:
-        self._queue = queue
-        self._call = call
-        self._waits = waits
+    @classmethod
+    def relay(cls, state: Any, call: ApiCall, waits: dict[tuple[int, int], float]) -> None:
+        """Have vLLM's ``state`` of a request do so, unless vLLM gathers several tokens first."""
+        if state.stream_interval == 1:
+            state.__class__, state.call, state.waits = cls, call, waits
 
-    def put(self, output: Any) -> None:
-        """Called by vLLM, also with an error, in the task that handles the outputs of all requests:
-        what fails here fails this request alone."""
-        key, queue = self._call.wait, self._queue
-        waits = key in self._waits and queue.output is None
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: Any,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        """Called by vLLM in the task that handles the outputs of all requests: what fails here
+        fails this request alone."""
+        call, text = self.call, None
+        key = call.wait
         try:
-            relayed = waits and not isinstance(output, Exception) and self._call.relay(output)
+            if key in self.waits and finish_reason is None and self.queue.output is None:
+                text = self.detokenizer.get_next_output_text(False, True)
+                if call.relay(text, new_token_ids):
+                    self.waits[key] = time.monotonic()
+                    return None
         except Exception as error:
             logger.exception("an output cannot be sent")
-            relayed, output = False, error
-        if relayed:
-            self._waits[key] = time.monotonic()
-        else:
-            queue.put(output)
+            self.queue.put(error)
+            return None
+        output = super().make_request_output(
+            new_token_ids, pooling_output, finish_reason, *more, **named
+        )
+        if text is not None:
+            output.outputs[0].text = text  # vLLM gives it once
+        return output
+
+
+_PRECEDING = 32
+"""Tokens of a prompt, its last ones, that decide how the first token after them is written."""
+
+
+def prime(detokenizer: Any, prompt_token_ids: Sequence[int]) -> None:
+    """Have the end of a prompt alone precede the output's text. vLLM decodes all of it with the
+    first token, in the task that handles the outputs of all requests."""
+    last = list(prompt_token_ids[-_PRECEDING:])
+    skip = detokenizer.skip_special_tokens
+    text = detokenizer.tokenizer.decode(last, skip_special_tokens=skip)
+    # Of a character that is cut apart, or of special tokens alone, more may count.
+    if text and "\ufffd" not in text:
+        detokenizer.stream = DecodeStream(ids=last, skip_special_tokens=skip)
 
 
 class WatchedLLM(AsyncLLM):
@@ -410,9 +442,14 @@ class WatchedLLM(AsyncLLM):
             current = call or CURRENT_CALL.get()
             request.data_parallel_rank = 0 if current is None else current.rank
         if call is None or call.resume is None or not call.resume.token_ids:
-            if call is not None and call.forward is not None and parent_req is None:
-                queue = _Relay(queue, call, self.waits)
             await super()._add_request(request, prompt, parent_req, index, queue)
+            state = self.output_processor.request_states.get(request.request_id)
+            if call is not None and call.forward is not None and parent_req is None and state:
+                RelayedState.relay(state, call, self.waits)
+                if isinstance(state.detokenizer, FastIncrementalDetokenizer) and (
+                    not state.detokenizer.num_output_tokens()
+                ):
+                    prime(state.detokenizer, request.prompt_token_ids)
             return
         rest = rest_of(request, call.resume.token_ids, call.prefill_only)
         if call.prefill_only:

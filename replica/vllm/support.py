@@ -115,7 +115,16 @@ _SERVING: Final = (
     Part(
         ("vllm.v1.engine.output_processor:RequestOutputCollector",), "get_nowait() put(_)", "output"
     ),
-    Part(("vllm.v1.engine.output_processor:RequestState",), made="is_prefilling stats"),
+    Part(
+        ("vllm.v1.engine.output_processor:RequestState",),
+        "make_request_output(new_token_ids=, pooling_output=, finish_reason=, stop_reason=)",
+        "detokenizer is_prefilling queue stats stream_interval",
+    ),
+    Part(
+        ("vllm.v1.engine.detokenizer:FastIncrementalDetokenizer",),
+        "get_next_output_text(_, _) num_output_tokens()",
+        "skip_special_tokens stream tokenizer",
+    ),
     Part(("vllm.v1.engine",), "EngineCoreOutput(_, _)"),
     Part(("vllm.v1.engine:FinishReason",), "LENGTH STOP"),
     Part(("vllm.v1.engine.exceptions",), "EngineDeadError()"),

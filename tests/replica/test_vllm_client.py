@@ -36,7 +36,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class Output:
     """One request in an output processor; ``call``: its outputs pass by vLLM's layer."""
 
-    def __init__(self, tokenizer: Any, stop: list[str], call: Any = None) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: list[str], call: Any = None, prompt: list[int] = PROMPT
+    ) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -48,7 +50,7 @@ class Output:
         self.processor = OutputProcessor(tokenizer, log_stats=False)
         self.request = EngineCoreRequest(
             request_id="r",
-            prompt_token_ids=PROMPT,
+            prompt_token_ids=prompt,
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
@@ -59,12 +61,11 @@ class Output:
             external_req_id="r",
         )
         self.queue = RequestOutputCollector(delta, "r")
-        queue: Any = self.queue
+        self.processor.add_request(self.request, None, queue=self.queue)
         if call is not None:
-            from sluice.replica.vllm.client import _Relay
+            from sluice.replica.vllm.client import RelayedState
 
-            queue = _Relay(queue, call, {call.wait: 0.0})
-        self.processor.add_request(self.request, None, queue=queue)
+            RelayedState.relay(self.processor.request_states["r"], call, {call.wait: 0.0})
 
     @property
     def ended(self) -> bool:
@@ -195,6 +196,49 @@ def test_an_output_that_cannot_pass_fails_its_request_and_no_other(
     output.processor.process_outputs([EngineCoreOutput("r", [402])])
     with pytest.raises(RuntimeError, match="no way"):
         output.queue.get_nowait()
+
+
+def test_tokens_pass_where_the_client_waits_and_else_nothing_of_them_is_lost(
+    tokenizer: Any,
+) -> None:
+    """The last output has its end, and those without room their text, in vLLM's queue."""
+    passed: list[ResponseChunk] = []
+
+    def forward(chunk: ResponseChunk) -> bool:
+        if len(passed) == 2:
+            return False
+        passed.append(chunk)
+        return True
+
+    tokens = [[400], [401, 402], [403], [404, LAST]]
+    whole = told(Output(tokenizer, []).feed(tokens))
+    call = call_of(forward=forward, template=(b"<", b">"), resumable=True)
+    made = Output(tokenizer, [], call).feed(tokens)
+    assert made[:2] == [None, None]
+    assert told(made[2:]) == whole[2:]
+    assert [chunk.data for chunk in passed] == [b'<"%s">' % text.encode() for text, *_ in whole[:2]]
+    assert [chunk.token_ids for chunk in passed] == [(400,), (401, 402)]
+    assert (call.forwarded, call.output_tokens) == ([400, 401, 402], 3)
+
+
+def test_an_abort_ends_a_request_whose_tokens_pass(tokenizer: Any) -> None:
+    output = Output(tokenizer, [], call_of(forward=lambda _: True, template=(b"<", b">")))
+    assert output.feed([[400]]) == [None]
+    output.processor.abort_requests(["r"], internal=True)
+    assert [reason for *_, reason, _ in told([output.queue.get_nowait()])] == ["abort"]
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=99), st.lists(TOKENS, min_size=1, max_size=MOST))
+@settings(max_examples=examples(150), deadline=None)
+def test_the_end_of_a_prompt_decides_how_its_output_is_written(
+    tokenizer: Any, prompt: list[int], tokens: list[int]
+) -> None:
+    from sluice.replica.vllm.client import prime
+
+    groups = grouped(tokens, [1])
+    whole, primed = (Output(tokenizer, [], prompt=prompt) for _ in range(2))
+    prime(primed.processor.request_states["r"].detokenizer, prompt)
+    assert told(primed.feed(groups)) == told(whole.feed(groups))
 
 
 END = 9
