@@ -62,7 +62,7 @@ from sluice.scheduling.request.kernels import (
 )
 from sluice.scheduling.request.objective import Anchor
 from sluice.scheduling.request.queue import QueueView
-from sluice.scheduling.tenancy.attained import BEGAN, NONE_ATTAINED, OWN, SHARED
+from sluice.scheduling.tenancy.attained import BEGAN, NONE_ATTAINED, OWN, SHARED, older_of
 
 Mask = NDArray[np.bool_]
 
@@ -360,10 +360,15 @@ def timely_share(table: Floats, rows: Ints, left_s: Floats, work_s: Floats) -> F
 
 
 @compiled
-def standby_prompts(table: Floats, pieces: Floats, decodes: Decodes, fixed_s: float) -> float:
-    """How many prompts like the queue's could meet a mean TTFT beside the decodes, or infinite."""
+def standby_prompts(
+    table: Floats, without: Ints, pieces: Floats, decodes: Decodes, fixed_s: float
+) -> float:
+    """How many prompts like the queue's, ``without`` some, could meet a mean TTFT beside the
+    decodes, or infinite."""
     prompts_s, ttfts_s, stated = 0.0, 0.0, 0
-    for row in range(table.shape[0]):
+    counts = np.ones(table.shape[0], np.bool_)
+    counts[without] = False
+    for row in np.flatnonzero(counts):
         prompts_s += most_work_s(pieces, table[row, PROMPT], 0.0)
         if table[row, TTFT] < inf:
             ttfts_s += table[row, TTFT]
@@ -371,7 +376,7 @@ def standby_prompts(table: Floats, pieces: Floats, decodes: Decodes, fixed_s: fl
     if not stated or not decodes.rows.shape[0]:
         return inf
     room_s = capacity_s(np.array([ttfts_s / stated]), decodes, fixed_s)[0]
-    return room_s / max(prompts_s / table.shape[0], 1e-9)
+    return room_s / max(prompts_s / (table.shape[0] - without.shape[0]), 1e-9)
 
 
 def outranked(
@@ -432,18 +437,25 @@ FITTING_SHARE = 1 / 32
 
 
 class Limits(NamedTuple):
-    """What bounds the start of shed prefills.
+    """What bounds the tail.
 
     Attributes:
-        standby: see ``standby_prompts``.
-        late, active: late decodes, and running requests.
-        reserve: share of blocks and sequences that stays free.
-        free_blocks, sequences, block_tokens: free blocks and sequences, tokens per block."""
+        cost_s, empty: predicted time of the batch so far, and whether it has no request yet.
+        kept: whether any prefill is kept; ``least_ttft_s``: minimum TTFT stated lately.
+        surplus: whether a prompt that the memory is too small for may begin.
+        active: running requests.
+        free_before: KV blocks that were free before the batch; ``free_blocks``: that still are.
+        sequences, block_tokens: free sequences, tokens per block."""
 
-    standby: float
-    late: int
+    now_s: float
+    cost_s: float
+    empty: bool
+    kept: bool
+    fixed_s: float
+    least_ttft_s: float
+    surplus: bool
     active: int
-    reserve: float
+    free_before: int
     free_blocks: int
     sequences: int
     block_tokens: int
@@ -478,24 +490,58 @@ def least_attained(
 
 
 @compiled
-def long_prompts(
-    table: Floats, shed: Ints, free_blocks: int, block_tokens: int
-) -> tuple[Ints, float]:
-    """The waiting prefills of programs that miss more than ``FITTING_SHARE`` of the memory, and
-    that memory in tokens."""
-    blocks = float(free_blocks)
+def surplus_of(
+    known: Floats, table: Floats, shed: Ints, began_s: Floats, limits: Limits
+) -> tuple[Ints, Ints]:
+    """The waiting prefills of ``shed`` that miss more than ``FITTING_SHARE`` of the memory and
+    whose conversations do not fit it beside those of programs that began before, the first to begin
+    at the front; and the others. ``began_s``: by row; ``known``: see ``Attained``."""
+    blocks = float(limits.free_before)
     for row in range(table.shape[0]):
         if table[row, RUNNING] > 0.0:
             blocks += table[row, KV_BLOCKS]
-    memory = blocks * block_tokens
-    found = np.empty(shed.shape[0], np.int64)
-    count = 0
-    for row in shed:
+    memory = blocks * limits.block_tokens
+    long = np.zeros(shed.shape[0], np.bool_)
+    for place, row in enumerate(shed):
         waits = table[row, RUNNING] == 0.0 and table[row, PROGRAM] > 0.0
-        if waits and table[row, PENDING] > FITTING_SHARE * memory:
-            found[count] = row
-            count += 1
-    return found[:count], memory
+        long[place] = waits and table[row, PENDING] > FITTING_SHARE * memory
+    places = np.flatnonzero(long)
+    if not places.shape[0]:
+        return places, shed
+    began_s = began_s[shed[places]]
+    order = np.argsort(began_s, kind="mergesort")
+    places = places[order]
+    older = older_of(known, began_s[order], limits.now_s)
+    for turn, place in enumerate(places):
+        long[place] = older[turn] + table[shed[place], PROMPT] > memory
+    return shed[places[long[places]]], shed[~long]
+
+
+@compiled
+def overload_is_over(table: Floats, least_ttft_s: float, now_s: float) -> bool:
+    """Whether no request has come for ``QUIET`` times as long as these took to come, or as
+    ``least_ttft_s``."""
+    newest_s = table[:, ARRIVAL].max()
+    took_s = max(least_ttft_s, newest_s - table[:, ARRIVAL].min())
+    return now_s - newest_s > QUIET * took_s
+
+
+@compiled
+def tail_time_s(
+    shed: Ints, left_s: Floats, work_s: Floats, decodes: Decodes, limits: Limits, over: bool
+) -> float:
+    """Time of the tail in a batch; ``over``: whether the overload is."""
+    fixed_s = limits.fixed_s
+    if not limits.kept and not decodes.live.any():
+        # No request limits the batch: it is full if the queue has no deadline at all.
+        return LONGEST_STEPS * fixed_s if np.isfinite(left_s).any() else inf
+    # Less than 0.8 from 0.3 s of shed work on, for the sake of requests to come.
+    least = 0.8 if over else 0.1
+    share = min(0.8, max(least, 0.3 / max(work_s[shed].sum(), 1e-9)))
+    pace_s = min(decodes.least_step_s, LONGEST_STEPS * fixed_s)
+    if over:
+        return share * pace_s
+    return min(share * pace_s, pace_s - PACE_GAIN * fixed_s - limits.cost_s)
 
 
 @compiled
@@ -505,16 +551,33 @@ def tail(
     running: Mask,
     left_s: Floats,
     work_s: Floats,
+    decodes: Decodes,
+    pieces: Floats,
     limits: Limits,
     attained_s: Floats,
-) -> Ints:
+    known: Floats,
+) -> tuple[Ints, float, int]:
     """The shed prefills that may run: begun ones, as they hold memory, then waiting ones; both by
     priority times ``timely_share`` over work, descending. One that begins takes time from all that
-    arrive while it decodes, so one whose output would all be late waits. ``O(n log n)``."""
+    arrive while it decodes, so one whose output would all be late waits. Also their time, and the
+    row of the one that the memory is too small for, or -1. ``O(n log n)``."""
+    surplus, apart = shed[:0], -1
+    if attained_s.shape[0] and not limits.empty:
+        surplus, shed = surplus_of(known, table, shed, attained_s[:, BEGAN], limits)
+        if surplus.shape[0] and not shed.shape[0] and limits.surplus:
+            apart = surplus[0]
+            shed, surplus = surplus[:1], surplus[1:]
+    if not shed.shape[0]:
+        return shed, 0.0, apart
+    over = not limits.kept and overload_is_over(table, limits.least_ttft_s, limits.now_s)
+    tail_s = tail_time_s(shed, left_s, work_s, decodes, limits, over)
+    standby = inf if over else standby_prompts(table, surplus, pieces, decodes, limits.fixed_s)
+    # With nothing else to run, a prompt of nearly all blocks must not wait for the reserve.
+    reserve = 0.0 if limits.empty else TAIL_RESERVE
     timely = timely_share(table, shed, left_s, work_s)
     count = shed.shape[0]
     worth = np.empty(count)
-    late = limits.late
+    late = np.searchsorted(decodes.left_s, 0.0)
     held = 0.0
     for row in range(table.shape[0]):
         if running[row]:
@@ -523,8 +586,8 @@ def tail(
         worth[place] = -table[row, PRIORITY] * timely[place] / max(work_s[row], 1e-9)
         if running[row] and timely[place] <= MIN_TIMELY:
             late += 1
-    room = limits.free_blocks - limits.reserve * (limits.free_blocks + held)
-    places = limits.sequences - int(limits.reserve * (limits.sequences + limits.active))
+    room = limits.free_blocks - reserve * (limits.free_blocks + held)
+    places = limits.sequences - int(reserve * (limits.sequences + limits.active))
     late_places = max(1, int(LATE_SHARE * limits.active)) - late
     needed = blocks_needed(table, shed, limits.block_tokens)
     if attained_s.shape[0]:
@@ -538,8 +601,8 @@ def tail(
             row = shed[place]
             if running[row] != begun:
                 continue
-            if not begun and limits.standby < 2.0 * STANDBY_PROMPTS:
-                if limits.standby < STANDBY_PROMPTS:
+            if not begun and standby < 2.0 * STANDBY_PROMPTS:
+                if standby < STANDBY_PROMPTS:
                     continue
                 if timely[place] <= MIN_TIMELY:
                     late_places -= 1
@@ -554,7 +617,7 @@ def tail(
                     continue
             chosen[taken] = row
             taken += 1
-    return chosen[:taken]
+    return chosen[:taken], tail_s, apart
 
 
 TAIL_RESERVE = 0.05
@@ -737,71 +800,24 @@ class DeadlineTriage(BatchPolicy):
             batch.take(decodes.rows[urgent:], until_s)
 
         # 4. The tail.
-        seen, surplus_row = table, -1
-        if len(shed) and queue.attained_s is not None and not batch.empty:
-            surplus = self._surplus(table, shed, queue.attained_s, free_blocks, block_tokens, now_s)
-            if len(surplus):
-                shed = shed[~np.isin(shed, surplus)]
-                if not len(shed) and now_s >= self._surplus_s:
-                    shed, surplus_row, surplus = surplus[:1], int(surplus[0]), surplus[1:]
-                seen = np.delete(table, surplus, axis=0)
         if len(shed):
-            calm = not len(kept) and not decodes.live.any()
-            over = not len(kept) and self._overload_is_over(table[:, ARRIVAL], now_s)
-            if calm:
-                # No request limits the batch: it is full if the queue has no deadline at all.
-                tail_s = LONGEST_STEPS * fixed_s if np.isfinite(left_s).any() else inf
-            else:
-                # Less than 0.8 from 0.3 s of shed work on, for the sake of requests to come.
-                least = 0.8 if over else 0.1
-                share = min(0.8, max(least, 0.3 / max(float(work_s[shed].sum()), 1e-9)))
-                pace_s = min(decodes.least_step_s, LONGEST_STEPS * fixed_s)
-                tail_s = share * pace_s
-                if not over:
-                    tail_s = min(tail_s, pace_s - PACE_GAIN * fixed_s - batch.cost_s)
+            cost_s = batch.cost_s
             limits = Limits(
-                inf if over else standby_prompts(seen, pieces, decodes, fixed_s),
-                int(np.searchsorted(decodes.left_s, 0.0)),
-                active,
-                # With nothing else to run, a prompt of nearly all blocks must not wait for it.
-                0.0 if batch.empty else TAIL_RESERVE,
-                batch.free_blocks,
-                batch.sequences_left,
-                block_tokens,
+                *(now_s, cost_s, batch.empty, len(kept) > 0, fixed_s, self._least_ttft_s),
+                *(now_s >= self._surplus_s, active, free_blocks),
+                *(batch.free_blocks, batch.sequences_left, block_tokens),
             )
             attained_s = NONE_ATTAINED if queue.attained_s is None else queue.attained_s
-            rows = tail(table, shed, running, left_s, work_s, limits, attained_s)
-            batch.take(rows, min(until_s, batch.cost_s + tail_s))
-            if surplus_row >= 0 and batch.granted[surplus_row] > 0:
-                self._surplus_s = now_s + float(work_s[surplus_row]) / SURPLUS_SHARE
+            rows, tail_s, apart = tail(
+                *(table, shed, running, left_s, work_s, decodes, pieces, limits),
+                *(attained_s, self.attained.known),
+            )
+            batch.take(rows, min(until_s, cost_s + tail_s))
+            if apart >= 0 and batch.granted[apart] > 0:
+                self._surplus_s = now_s + float(work_s[apart]) / SURPLUS_SHARE
         if batch.empty:
             batch.spare(0)
             batch.ensure_progress(np.concatenate((decodes.rows, prefills)))
-
-    def _surplus(
-        self,
-        table: Floats,
-        shed: Ints,
-        attained_s: Floats,
-        free_blocks: int,
-        block_tokens: int,
-        now_s: float,
-    ) -> Ints:
-        """The long prompts of ``shed`` whose conversations do not fit the memory beside those of
-        programs that began before; of these the first to begin is at the front."""
-        long, memory = long_prompts(table, shed, free_blocks, block_tokens)
-        if not len(long):
-            return long
-        began_s = attained_s[long, BEGAN]
-        beside = self.attained.older(began_s, now_s) + table[long, PROMPT] > memory
-        return long[beside][np.argsort(began_s[beside], kind="stable")]
-
-    def _overload_is_over(self, arrived_s: Floats, now_s: float) -> bool:
-        """Whether no request has come for ``QUIET`` times as long as these took to come, or as
-        the least TTFT."""
-        newest_s = float(arrived_s.max())
-        took_s = max(self._least_ttft_s, newest_s - float(arrived_s.min()))
-        return now_s - newest_s > QUIET * took_s
 
     def _until_s(
         self,

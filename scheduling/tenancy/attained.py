@@ -47,6 +47,7 @@ MAX_KNOWN = 4_096
 
 # What is known of a program or tenant, a row of ``float64[slots, KNOWN]``: a hash table, half full
 # at most, as a plan looks up each of its requests.
+MIN_SLOTS = 64
 NAME = 0  # of a program, or a negative number for a tenant; 0 in a free slot
 SECONDS = 1
 AS_OF = 2  # when it had them, or was last in a plan
@@ -164,14 +165,14 @@ def attained_of(known: Floats, table: Floats, now_s: float) -> Floats:
 
 @compiled
 def older_of(known: Floats, began_s: Floats, now_s: float) -> Floats:
-    """Tokens of the live programs that began before each of ``began_s``."""
-    live = np.flatnonzero((known[:, NAME] > 0.0) & (known[:, AS_OF] > now_s - RELEASE_S))
-    tokens = np.zeros(began_s.shape[0])
-    for place in range(began_s.shape[0]):
-        for slot in live:
-            if known[slot, SINCE] < began_s[place]:
-                tokens[place] += known[slot, TOKENS]
-    return tokens
+    """Tokens in the conversations of all programs that began before each of ``began_s``, which are
+    ascending, and had a request within the last minute. ``O(known log began_s)``."""
+    tokens = np.zeros(began_s.shape[0] + 1)
+    for slot in range(known.shape[0]):
+        if known[slot, NAME] > 0.0 and known[slot, AS_OF] > now_s - RELEASE_S:
+            place = np.searchsorted(began_s, known[slot, SINCE], side="right")
+            tokens[place] += known[slot, TOKENS]
+    return np.cumsum(tokens)[:-1]
 
 
 @compiled
@@ -191,14 +192,42 @@ def shares_of(table: Floats, rows: Ints, tokens: Ints, pieces: Floats) -> Floats
 
 
 @compiled
-def settle(known: Floats, count: int, most: int, shares: Floats, now_s: float) -> int:
-    """Add the shares of a batch; how many names are known then."""
+def settle(
+    known: Floats,
+    count: int,
+    most: int,
+    shares: Floats,
+    at_s: float,
+    table: Floats,
+    now_s: float,
+) -> tuple[Floats, int]:
+    """Add the shares of a batch that began at ``at_s``; ``attained_of`` the rows, and how many
+    names are known then."""
     for place in range(shares.shape[1]):
         program, tenant, seconds = shares[0, place], shares[1, place], shares[2, place]
         if program > 0.0:
-            count = add(known, count, most, program, seconds, now_s)
-        count = add(known, count, most, -1.0 - tenant, seconds, now_s)
-    return count
+            count = add(known, count, most, program, seconds, at_s)
+        count = add(known, count, most, -1.0 - tenant, seconds, at_s)
+    return attained_of(known, table, now_s), count
+
+
+@compiled
+def moved(known: Floats, added: int, most: int, now_s: float) -> tuple[Floats, int]:
+    """What is known in a table with room for ``added`` names more, without those that are idle and
+    have nothing left; how many are known then."""
+    left = np.zeros(known.shape[0], np.bool_)
+    for slot in range(known.shape[0]):
+        live = known[slot, AS_OF] > now_s - RELEASE_S
+        had = live or power_of_four(left_of(known, slot, now_s)) > 0.0
+        left[slot] = had and known[slot, NAME] != 0.0
+    rows = np.flatnonzero(left)
+    slots = MIN_SLOTS
+    while slots < min(3 * (rows.shape[0] + added), 2 * most):
+        slots *= 2
+    table = np.zeros((slots, KNOWN))
+    for row in rows:
+        copy_row(table[slot_of(table, known[row, NAME])], known[row])
+    return table, rows.shape[0]
 
 
 NONE_ATTAINED: Floats = np.empty((0, COLUMNS))
@@ -211,7 +240,8 @@ class Attained:
     """Who has attained how much, on the caller's clock. ``O(1)`` per row."""
 
     def __init__(self, most: int = MAX_KNOWN) -> None:
-        self._known: Floats = np.zeros((2 << (most - 1).bit_length(), KNOWN))
+        self.known: Floats = np.zeros((MIN_SLOTS, KNOWN))
+        """What is known, see :func:`older_of`."""
         self._most = most
         self._count = 0
         # The last batch counts from the next moment on: to plan it again changes nothing.
@@ -225,15 +255,14 @@ class Attained:
     def of(self, table: Floats, now_s: float) -> Floats:
         """``float64[n, COLUMNS]``: what the programs and tenants have attained of rows that wait or
         prefill; 0 for the others."""
-        if now_s > self._at_s:
-            self._count = settle(self._known, self._count, self._most, self._shares, self._at_s)
-            self._shares, self._at_s = _NO_SHARES, now_s
-        return attained_of(self._known, table, now_s)
-
-    def older(self, began_s: Floats, now_s: float) -> Floats:
-        """The tokens in the conversations of all programs that began before each of ``began_s``
-        and had a request within the last minute. ``O(len(began_s) * known)``."""
-        return older_of(self._known, began_s, now_s)
+        shares, at_s = _NO_SHARES, self._at_s
+        if now_s > at_s:
+            shares, self._shares, self._at_s = self._shares, _NO_SHARES, now_s
+            added = 2 * shares.shape[1]
+            if 2 * min(self._count + added, self._most) > len(self.known):
+                self.known, self._count = moved(self.known, added, self._most, at_s)
+        found, self._count = settle(self.known, self._count, self._most, shares, at_s, table, now_s)
+        return found
 
     def charge(
         self, table: Floats, rows: Ints, tokens: Ints, latency: LatencyModel, now_s: float

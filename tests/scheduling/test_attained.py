@@ -21,6 +21,7 @@ from sluice.scheduling.tenancy.attained import (
     SHARED,
     Attained,
     ProgramTokens,
+    older_of,
     power_of_four,
 )
 from tests.examples import examples
@@ -123,10 +124,31 @@ def test_the_conversations_of_older_programs_count_while_they_have_turns() -> No
         turn = rows(of(program, prefill("a", 100 * program)))
         charge(attained, turn, [100], MODEL, began_s)
     attained.of(rows(prefill("no program", 5_000)), 21.0)
-    assert attained.older(np.array([-1.0, 5.0, 15.0, 25.0]), 21.0).tolist() == [0, 100, 300, 600]
-    assert attained.older(np.array([25.0]), 65.0).tolist() == [500], "a minute without a turn"
+
+    def older(*began_s: float, now_s: float) -> list[float]:
+        found: list[float] = older_of(attained.known, np.array(began_s), now_s).tolist()
+        return found
+
+    assert older(-1.0, 5.0, 15.0, 25.0, now_s=21.0) == [0, 100, 300, 600]
+    assert older(25.0, now_s=65.0) == [500], "a minute without a turn"
     attained.of(rows(of(3, prefill("a", 400))), 66.0)
-    assert attained.older(np.array([90.0]), 90.0).tolist() == [400], "its last turn"
+    assert older(90.0, now_s=90.0) == [400], "its last turn"
+
+
+def test_its_table_grows_with_the_programs_that_have_something_left() -> None:
+    attained = Attained(most=16_000)
+    for step in range(40):
+        views = [of(1 + 50 * step + n, prefill(str(n), 100)) for n in range(50)]
+        charge(attained, rows(*views), [1_000] * 50, MARGINAL, float(step))
+    assert len(attained) == 2_001
+    crowded = len(attained.known)
+    everyone = rows(*(of(1 + n, prefill(str(n), 1)) for n in range(2_000)))
+    assert (attained.of(everyone, 40.0)[:, OWN] > 0.0).all(), "each has had a second"
+    # After an hour nothing is left of them.
+    for step in range(60):
+        views = [of(10_001 + 50 * step + n, prefill(str(n), 100)) for n in range(50)]
+        charge(attained, rows(*views), [1_000] * 50, MARGINAL, 3_640.0 + step)
+    assert len(attained) == 3_001 and len(attained.known) == crowded
 
 
 @pytest.mark.parametrize("tier", TIERS)
