@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,10 @@ def run_nested(
 
 
 def matches(result: Result, expected: Result) -> bool:
-    """Whether the tokens are the same, and the first one's probability to the last bit."""
-    return result.tokens == expected.tokens and result.logprobs[:1] == expected.logprobs[:1]
+    """Whether the tokens are the same, and the first one's probability but for what the shape of
+    a batch changes, which on a busy machine is another one."""
+    first = zip(result.logprobs[:1], expected.logprobs[:1], strict=True)
+    return result.tokens == expected.tokens and all(isclose(*each, abs_tol=1e-3) for each in first)
 
 
 def main() -> None:
