@@ -25,16 +25,10 @@ from sluice.simulation.metrics import TPOTMetric, attained, stages
 
 REPLICAS, SETUP = 2, SETUPS["8b"]
 
-LEARNED, FALLING = 0.2, 0.15
-"""The first part of a run's requests teaches, and does not count; nor does the last one, which runs
-while the load falls."""
+LEARNED: float = 0.2
+"""This first part of a run's requests teaches, and does not count."""
 
 Times = Sequence[float]
-
-
-def counted(requests: int) -> tuple[int, int]:
-    """The first of a run's requests that counts, and the first after it that does not."""
-    return round(LEARNED * requests), round((1 - FALLING) * requests)
 
 
 def cover(pairs: Iterable[tuple[Times, Sequence[Times]]]) -> dict[str, float]:
@@ -74,9 +68,9 @@ def measure(
         [measured.ttft_s, measured.tpot_s[TPOTMetric.MEAN], last_s - arrived_s], nan=-1.0
     ).T
     pairs = requests.quoted.items()
-    begin, end = counted(len(requests))
+    learned = LEARNED * len(requests)
     return {
-        **cover((seen[key], times) for key, times in pairs if times and begin <= key < end),
+        **cover((seen[key], times) for key, times in pairs if times and key >= learned),
         "taken": float(len(taken)),
         "held": float(np.mean([each.promised for each in requests.retries])) if taken else nan,
         "later": float(np.median(later)) if later else nan,
@@ -93,9 +87,9 @@ EXPERIMENT = Experiment(
     "ours; adaptive conformal inference is Gibbs and Candès 2021",
     "Do quoted times cover their levels, and are offers promised that clients take up?",
     setting=f"{REPLICAS} replicas, default policies; what cannot be promised is refused. Cover: "
-    "share of the requests that took at most the time quoted just before, without the first "
-    f"{100 * LEARNED:g} % and the last {100 * FALLING:g} %. Offers: a share of the refused clients "
-    "takes up its offer after half a second.",
+    "share of the requests that took at most the time quoted just before, after the first "
+    f"{100 * LEARNED:g} %. Offers: a share of the refused clients takes up its offer after half a "
+    "second.",
     grids=[
         Product(
             measure,

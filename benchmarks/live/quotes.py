@@ -12,7 +12,7 @@ import aiohttp
 import click
 import numpy as np
 
-from sluice.benchmarks.experiments.quotes import counted, cover
+from sluice.benchmarks.experiments.quotes import LEARNED, cover
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.mix import body_of
@@ -121,10 +121,10 @@ async def _send(
 
 def figures_of(found: Sequence[Json]) -> dict[str, float]:
     """As the simulated experiment's."""
-    first, last = counted(len(found))
+    later = found[round(LEARNED * len(found)) :]
     pairs = [
         (each["seen"], [list(each["quote"][f"{name}_ms"].values()) for name in OBJECTIVES])
-        for each in found[first:last]
+        for each in later
         if each["seen"] and wire.TTFT in each["quote"]
     ]
     figures = {name: round(share, 3) for name, share in cover(pairs).items()}

@@ -2,20 +2,22 @@
 be promised where its own cannot.
 
 A quoted time is the decision's prediction times a quantile of the *ratios*, observed over
-predicted, of the requests of its class and tier, which moves a step up with each ratio above it and
-down with each below. As load drifts and endings come late, the level of that quantile moves with
-each observation below or above what was quoted (adaptive conformal inference, Gibbs & Candès 2021,
-eq. 2), so in the long run each quoted level covers its share.
+predicted, of the latest requests of its class and tier. As load drifts and endings come late, the
+level at which a quantile is taken moves with each observation below or above what was quoted
+(adaptive conformal inference, Gibbs & Candès 2021, eq. 2), so in the long run each quoted level
+covers its share.
 
 Which requests teach does not depend on when they come: those of a burst, which wait for each other,
 are slower than the ones between bursts."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from itertools import accumulate
-from math import exp, inf, log, sqrt
+from math import ceil, exp, inf
 from typing import Final, NamedTuple
 
 from sluice.scheduling.recent import used
@@ -31,15 +33,15 @@ AIMS: Final = (0.5, 0.9, 0.998)
 VALID_S: Final = 1.0
 """For how long a quote, and an offer, is meant, seconds."""
 
+WINDOW: Final = 2_000
+"""Ratios that count."""
+
+GAIN: Final = 0.005
+"""How far one observation moves the levels."""
+
 UNKNOWN: Final = (1.0, 2.0, 4.0)
-"""The first quantiles."""
-
-STEP, MIN_SPREAD = 0.02, 0.01
-"""How far one ratio moves a quantile, as a part of its distance from the median, and the least such
-distance; both of logarithms. The first ratios move it farther."""
-
-GAIN: Final = 0.002
-"""How far one request within what was quoted for it, or beyond, moves the level of a quantile."""
+"""The quantiles with fewer than ``FEW`` ratios."""
+FEW: Final = 10
 
 MIN_PREDICTED_S: Final = 1e-3
 """No predicted time is shorter, seconds."""
@@ -134,37 +136,39 @@ class Held(NamedTuple):
 
 
 class Ratios:
-    """The quantiles that are quoted of the ratios of requests alike, each followed by small steps
-    (stochastic quantile tracking), which are part of its distance from the median."""
+    """The latest ratios of requests alike, and the quantiles that are quoted of them."""
 
-    __slots__ = ("_levels", "_logs", "_seen", "quantiles")
+    __slots__ = ("_latest", "_levels", "_sorted", "quantiles")
 
     def __init__(self) -> None:
-        self._levels, self._logs = list(AIMS), list(map(log, UNKNOWN))
-        self._seen = 0
+        self._latest: deque[float] = deque()
+        self._sorted = array("d")
+        self._levels = list(AIMS)
         self.quantiles: Quantiles = UNKNOWN
 
     def add(self, ratio: float, quoted: Quantiles) -> None:
-        """Learn from a request that ended, and of which these were quoted."""
-        self._seen += 1
-        gain = max(STEP, min(0.1, 2.0 / self._seen))
-        seen, logs, median = log(ratio), self._logs, self._logs[0]
-        for place, aim in enumerate(AIMS):
-            moved = self._levels[place] + GAIN * (aim - (ratio <= quoted[place]))
-            level = self._levels[place] = min(max(moved, 0.0), 1.0)
-            share, own = LEVELS[place], logs[place]
-            spread = max(logs[max(place, 1)] - median, MIN_SPREAD)
-            step = gain * spread / sqrt(share * (1.0 - share))
-            # One ratio, however large, moves a quantile no farther than to itself.
-            logs[place] = (
-                min(seen, own + step * level) if seen > own else own - step * (1.0 - level)
-            )
-        self.quantiles = tuple(map(exp, logs))
+        """Learn from a request that ended, and of which these were quoted. ``O(WINDOW)``."""
+        known = self._sorted
+        if len(known) == WINDOW:
+            del known[bisect_left(known, self._latest.popleft())]
+        for place, level in enumerate(AIMS):
+            moved = self._levels[place] + GAIN * (level - (ratio <= quoted[place]))
+            self._levels[place] = min(max(moved, 0.0), 1.0)
+        self._latest.append(ratio)
+        insort(known, ratio)
+        if len(known) >= FEW:
+            self.quantiles = tuple(map(self._quantile, self._levels))
+
+    def _quantile(self, level: float) -> float:
+        count = len(self._sorted)
+        if count * (1.0 - level) < 1.0:  # beyond what so few can say
+            return self._sorted[-1] * (1.0 + FEW / count)
+        return self._sorted[min(max(ceil(level * (count + 1)), 1), count) - 1]
 
 
 class Quotes:
     """What was predicted of requests in progress, how those before them turned out, and the quotes
-    and offers that can be taken up. ``O(1)`` a decision and an ending."""
+    and offers that can be taken up. ``O(1)`` a decision, ``O(WINDOW)`` an ending."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[tuple[str, bool], tuple[Ratios, ...]] = OrderedDict()
