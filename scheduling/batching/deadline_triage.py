@@ -443,7 +443,7 @@ class Limits(NamedTuple):
         cost_s, empty: predicted time of the batch so far, and whether it has no request yet.
         kept: whether any prefill is kept; ``least_ttft_s``: minimum TTFT stated lately.
         surplus: whether a prompt that the memory is too small for may begin.
-        active: running requests.
+        running: of each row, whether it runs; ``active``: how many did before the batch.
         free_before: KV blocks that were free before the batch; ``free_blocks``: that still are.
         sequences, block_tokens: free sequences, tokens per block."""
 
@@ -454,6 +454,7 @@ class Limits(NamedTuple):
     fixed_s: float
     least_ttft_s: float
     surplus: bool
+    running: Mask
     active: int
     free_before: int
     free_blocks: int
@@ -548,20 +549,20 @@ def tail_time_s(
 def tail(
     table: Floats,
     shed: Ints,
-    running: Mask,
     left_s: Floats,
     work_s: Floats,
     decodes: Decodes,
     pieces: Floats,
     limits: Limits,
-    attained_s: Floats,
-    known: Floats,
+    attained: tuple[Floats, Floats],
 ) -> tuple[Ints, float, int]:
     """The shed prefills that may run: begun ones, as they hold memory, then waiting ones; both by
     priority times ``timely_share`` over work, descending. One that begins takes time from all that
     arrive while it decodes, so one whose output would all be late waits. Also their time, and the
-    row of the one that the memory is too small for, or -1. ``O(n log n)``."""
-    surplus, apart = shed[:0], -1
+    row of the one that the memory is too small for, or -1. ``attained``: by row, and all that is
+    known (see ``Attained``). ``O(n log n)``."""
+    attained_s, known = attained
+    running, surplus, apart = limits.running, shed[:0], -1
     if attained_s.shape[0] and not limits.empty:
         surplus, shed = surplus_of(known, table, shed, attained_s[:, BEGAN], limits)
         if surplus.shape[0] and not shed.shape[0] and limits.surplus:
@@ -804,13 +805,13 @@ class DeadlineTriage(BatchPolicy):
             cost_s = batch.cost_s
             limits = Limits(
                 *(now_s, cost_s, batch.empty, len(kept) > 0, fixed_s, self._least_ttft_s),
-                *(now_s >= self._surplus_s, active, free_blocks),
+                *(now_s >= self._surplus_s, running, active, free_blocks),
                 *(batch.free_blocks, batch.sequences_left, block_tokens),
             )
             attained_s = NONE_ATTAINED if queue.attained_s is None else queue.attained_s
             rows, tail_s, apart = tail(
-                *(table, shed, running, left_s, work_s, decodes, pieces, limits),
-                *(attained_s, self.attained.known),
+                *(table, shed, left_s, work_s, decodes, pieces, limits),
+                (attained_s, self.attained.known),
             )
             batch.take(rows, min(until_s, cost_s + tail_s))
             if apart >= 0 and batch.granted[apart] > 0:

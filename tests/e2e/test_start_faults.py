@@ -145,7 +145,7 @@ class Start:
                 return False
             return True
 
-        wait_until(ended, "it ends", 3 * END_S, lambda: self.err)
+        wait_until(ended, "it ends", 12 * END_S, lambda: self.err)
         assert self.left() == [], "nothing is left behind"
         return int(self.process.returncode)
 

@@ -23,7 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.lacking import lacking
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def find() -> str:
