@@ -22,8 +22,11 @@ MAX_TOKENS: Final = 1 << 31
 MAX_NUMBER: Final = 1e15
 """Largest absolute value of a time or other number."""
 
-MAX_CHUNKS, MAX_MESSAGE_ENDS = 64, 16
-"""Hashes of one prompt, of its chunks and up to the ends of its last messages."""
+MAX_CHUNKS: Final = 64
+"""Chunk hashes of one prompt."""
+
+MAX_MESSAGE_ENDS: Final = 16
+"""Hashes of one prompt up to the ends of its last messages."""
 
 MAX_AVOIDED: Final = 64
 """Replicas that have failed one request."""
