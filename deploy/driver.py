@@ -52,7 +52,7 @@ def start(config: SluiceConfig, folder: Path, supervisor: Connection) -> None:
         local.check_models(config)
         local.start_ray_for(config, folder, report, tries=1)
         _emit(supervisor, "ray")
-        local.start_application(config, threading.Event(), report)
+        local.start_application(config, local.StopSignals(), report)
         os.dup2(mark.fileno(), 2)  # such as what Ray says of its own end
         _emit(supervisor, "ready")
         _rest(config.name, supervisor.fileno(), mark.fileno())

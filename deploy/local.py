@@ -161,23 +161,41 @@ def curl_line(config: SluiceConfig) -> str:
     )
 
 
-class StopSignals(threading.Event):
-    """Set by the first SIGINT or SIGTERM; ``again``: whether there was a second one."""
+class StopSignals:
+    """How often SIGINT or SIGTERM has come.
 
-    again = False
+    Without a lock, unlike ``threading.Event``: the main thread runs a handler between any two of
+    its instructions, so also where it holds the lock that the handler would wait for."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def is_set(self) -> bool:
+        """Whether there was one."""
+        return self._count > 0
+
+    @property
+    def again(self) -> bool:
+        """Whether there was a second one."""
+        return self._count > 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep for ``timeout_s`` unless there was one; whether there was."""
+        if not self.is_set():
+            time.sleep(timeout_s)
+        return self.is_set()
+
+    def on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        """A handler."""
+        self._count += 1
 
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """An event that SIGINT and SIGTERM set, in place of ending the process midway."""
+    """Count SIGINT and SIGTERM in place of ending the process midway."""
     stop = StopSignals()
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        stop.again = stop.is_set()
-        stop.set()
-
     previous = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, stop.on_signal) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield stop
@@ -225,7 +243,7 @@ def start_ray_for(
 
 
 def start_application(
-    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
+    config: SluiceConfig, stop: StopSignals, report: Callable[[str], None]
 ) -> None:
     """Serve ``config`` on the Ray of this process; return once it answers. Raises StartError,
     StoppedError."""
@@ -339,7 +357,7 @@ def _check_gpus(config: SluiceConfig) -> None:
 
 def deploy(
     config: SluiceConfig,
-    stop: threading.Event,
+    stop: StopSignals,
     report: Callable[[str], None],
     faults: Future[list[str]] | None = None,
 ) -> None:
@@ -368,7 +386,7 @@ def deploy(
 
 def _wait_ready(
     config: SluiceConfig,
-    stop: threading.Event,
+    stop: StopSignals,
     report: Callable[[str], None],
     faults: Future[list[str]] | None,
 ) -> None:

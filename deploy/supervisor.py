@@ -7,14 +7,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import queue
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,9 +105,6 @@ class Supervised:
         self._connection, its = multiprocessing.Pipe()
         self._driver = _fork(driver.start, self._config, self._local_dir, its)
         its.close()
-        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        arguments = (self._connection, self._messages)
-        threading.Thread(target=_receive, args=arguments, daemon=True).start()
 
     def start(self, stop: StopSignals) -> None:
         """Return once the application answers; starts all again where Ray is too slow. Raises
@@ -252,9 +246,11 @@ class Supervised:
         self._cleaner.clean()
 
     def _next_message(self) -> _Message | None:
+        # Not by a queue: `SimpleQueue.get` may wait forever where a signal comes near its timeout.
         try:
-            return self._messages.get(timeout=_POLL_S)
-        except queue.Empty:
+            return _Message(*self._connection.recv()) if self._connection.poll(_POLL_S) else None
+        except (EOFError, OSError):  # the driver has ended
+            time.sleep(_POLL_S)
             return None
 
     def _show_phases(self) -> None:
@@ -314,12 +310,6 @@ def _copy_end(source: str, target: str) -> None:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _KEPT_BYTES))
         copy.write(log.read(_KEPT_BYTES))
     shutil.copystat(source, target)
-
-
-def _receive(driver: Connection, messages: queue.SimpleQueue[_Message]) -> None:
-    with suppress(EOFError, OSError):
-        while True:
-            messages.put(_Message(*driver.recv()))
 
 
 def _part(process: psutil.Process) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
 
 @contextmanager
 def running(
-    config: SluiceConfig, stop: threading.Event, report: Callable[[str], None]
+    config: SluiceConfig, stop: local.StopSignals, report: Callable[[str], None]
 ) -> Iterator[None]:
     """Serve ``config`` until the block ends, on a Ray of this process with its environment."""
     local.check(config)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from sluice.benchmarks.live.systems import (
     sluice,
 )
 from sluice.benchmarks.options import as_json, choices_option, number_option, show
-from sluice.deploy.local import StoppedError
+from sluice.deploy.local import StoppedError, StopSignals
 
 # A closed loop of concurrent HTTP requests, each sent when the one before it has ended.
 #
@@ -294,9 +293,7 @@ def _idle(systems: Mapping[str, System]) -> dict[str, float]:
     return {name: round(sum(each.cores for each in kinds), 3) for name, kinds in used.items()}
 
 
-def _measured(
-    system: System, at_once: int, tokens: int, seconds: float, stop: threading.Event
-) -> Json:
+def _measured(system: System, at_once: int, tokens: int, seconds: float, stop: StopSignals) -> Json:
     gc.collect()
     meter = Meter(system.processes)
     measured = asyncio.run(load(system.urls, at_once, tokens, seconds, stop.is_set))

@@ -58,7 +58,8 @@ def main(port: int, replicas: int, step_ms: float, vllm: Path | None) -> None:
             ray_start.apply(local_dir)
             given = json.loads(vllm.read_text()) if vllm is not None else None
             _serve(local_dir, port, replicas, step_ms / 1e3, given)
-            stop.wait()
+            while not stop.wait(1.0):
+                pass
     finally:
         cleaner.clean()
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,7 +29,7 @@ from rich.console import Console
 from sluice.benchmarks.live.client import Body, Json, LoadError, Outcome, replay, saturated
 from sluice.benchmarks.live.engine import MODEL, chat_body
 from sluice.benchmarks.live.report import Meter, Run, Usage
-from sluice.deploy.local import StoppedError, stop_signals
+from sluice.deploy.local import StoppedError, StopSignals, stop_signals
 from sluice.deploy.ray_start import free_port
 from sluice.router.config import ServiceClass
 from sluice.scheduling.request.objective import SLO
@@ -86,7 +85,7 @@ def wait_until_ready(
     request: str | urllib.request.Request,
     log: Path,
     limit_s: float,
-    stop: threading.Event,
+    stop: StopSignals,
 ) -> None:
     """Wait until a server answers a URL or a request; raises :class:`LeftOutError` with the end of
     its log after ``limit_s``, and :class:`StoppedError` if ``stop`` was set before."""
@@ -131,7 +130,7 @@ def vllm_command(model: Path | str, name: str, port: int, args: Mapping[str, Any
     return command
 
 
-def until(done: Callable[[], bool], limit_s: float, stop: threading.Event) -> bool:
+def until(done: Callable[[], bool], limit_s: float, stop: StopSignals) -> bool:
     """Wait until ``done`` returns true; ``False`` after a timeout or when stopped."""
     deadline_s = time.monotonic() + limit_s
     while not done():
@@ -216,7 +215,7 @@ class Bench(NamedTuple):
     engines: Mapping[int, str]
     folder: Path
     say: Callable[[str], None]
-    stop: threading.Event
+    stop: StopSignals
     step_ms: float
 
 

@@ -146,6 +146,35 @@ def test_ray_s_handler_of_sigterm_does_not_stay() -> None:
         assert stop.is_set()
 
 
+_SIGNALLED = """
+import multiprocessing, signal, time
+from sluice.deploy import local, supervisor
+
+with local.stop_signals() as stop:
+    handler = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 2e-3, 2e-3)
+while stop._count < 300:  # some come within a wait
+    stop.wait(0.0)
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert stop.is_set() and stop.again
+
+signal.signal(signal.SIGALRM, lambda *_: time.sleep(2 * supervisor._POLL_S))
+waits = supervisor.Supervised.__new__(supervisor.Supervised)
+waits._connection, other = multiprocessing.Pipe()
+signal.setitimer(signal.ITIMER_REAL, supervisor._POLL_S / 2)
+assert waits._next_message() is None
+other.send(("report", "text"))
+assert waits._next_message() == ("report", "text")
+other.close()
+assert waits._next_message() is None
+"""
+
+
+def test_no_wait_hangs_when_a_signal_comes_at_a_bad_moment() -> None:
+    subprocess.run([sys.executable, "-c", _SIGNALLED], check=True, timeout=300)
+
+
 @pytest.mark.parametrize("router", [{"api_keys": ["secret"]}, {"api_keys_file": "/keys.yaml"}])
 def test_the_shown_command_takes_a_key_from_the_shell_where_one_is_needed(
     router: dict[str, Any],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from sluice.benchmarks.live import systems
 from sluice.deploy.config import SluiceConfig
-from sluice.deploy.local import base_url, stop_signals
+from sluice.deploy.local import StopSignals, base_url, stop_signals
 from tests.own_ray import running
 
 
@@ -21,7 +20,7 @@ class Application(NamedTuple):
 
     url: str
     model: str
-    stop: threading.Event
+    stop: StopSignals
 
     @property
     def completions(self) -> str:
