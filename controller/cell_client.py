@@ -595,7 +595,7 @@ class CellClient:
                 "sync", endings, late, waits, turns, timeout_s=NOTICE_TIMEOUT_S
             )
         except NoAnswerError:
-            # Endings are sent again with the next push, the latest of them. Late
+            # Endings are sent again with the next sync, the latest of them. Late
             # notices are dropped: a late request is reported again by its ending.
             self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
             self._turns = deque((*turns, *self._turns), maxlen=MAX_TURN_ENDS)

@@ -58,6 +58,7 @@ QUOTE_TIMEOUT_S = 1.0
 """Longest wait for a quote or an offer, seconds."""
 
 SCRAPE_TIMEOUT_S = 2.0
+SYNC_PERIOD_S = 1.0
 
 
 class ControllerClient:
@@ -98,7 +99,6 @@ class ControllerClient:
         self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
         self._missing: Callable[[Sequence[int]], None] = _nothing
         self._leaving: Callable[[Sequence[str]], None] = _nothing
-        self._is_router = False
         self._observer = Calls(Link(app_name, config, _nothing, "observer"), metrics)
 
     @property
@@ -109,7 +109,7 @@ class ControllerClient:
     @property
     def closed(self) -> frozenset[str]:
         """The replicas closed by an operator, as the controller last reported with a decision or
-        a push of metrics; valid while the controller does not answer."""
+        a sync; valid while the controller does not answer."""
         return frozenset[str]().union(*(cell.closed for cell in self._of.values()))
 
     @property
@@ -169,19 +169,25 @@ class ControllerClient:
         return await self._owner(replica_id).delivered("goodbye", replica_id)
 
     async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver a process's metrics to the observer; in a router (``on_push``) also start a
-        sync of endings and late notices with the controller. Raises ValueError: the observer
-        refused them."""
-        if self._is_router:
-            waits = self._waits()
-            for cell in self._of.values():
-                own = [wait for wait in waits if self._owner(wait.replica_id) is cell]
-                cell.sync_soon(own, self._missing, self._some_leave)
+        """Deliver a process's metrics to the observer. Raises ValueError: it refused them."""
         try:
             await self._observer.call("push_metrics", push, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
             return False
         return True
+
+    def sync(self) -> None:
+        """Start to send endings and late notices, and to ask about the waits (:meth:`on_sync`)."""
+        waits = self._waits()
+        for cell in self._of.values():
+            own = [wait for wait in waits if self._owner(wait.replica_id) is cell]
+            cell.sync_soon(own, self._missing, self._some_leave)
+
+    async def sync_repeatedly(self) -> None:
+        """Sync every :data:`SYNC_PERIOD_S`, for a router, until cancelled."""
+        while True:
+            self.sync()
+            await asyncio.sleep(SYNC_PERIOD_S)
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:
         """Report the rate-limit use of a router's clients; how full these buckets are over all
@@ -281,8 +287,8 @@ class ControllerClient:
             cell.release(key)
 
     def ended(self, ending: RequestEnding) -> None:
-        """A request ended. Does not wait; the ending is sent at the next push of metrics. Of more
-        than ``MAX_ENDINGS`` between two pushes the latest are sent."""
+        """A request ended. Does not wait; the ending is sent at the next sync. Of more
+        than ``MAX_ENDINGS`` between two syncs the latest are sent."""
         self._owner(ending.replica_id).ended(ending)
 
     def late(self, notice: LateNotice) -> None:
@@ -290,19 +296,19 @@ class ControllerClient:
         for cell in self._of.values():
             cell.late(notice)
 
-    def on_push(
+    def on_sync(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """Sync with the controller at each push of metrics: ``missing`` gets the keys of the
+        """With each sync ask about ``waits``: ``missing`` gets the keys of the
         requests of ``waits`` (at most ``MAX_WAITS``) predicted to miss their TTFT. Neither
         callback may block."""
         self._waits, self._missing = waits, missing
         self._is_router = True
 
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
-        """From now on, with each answer to such a push, call ``leaving`` with the replicas that are
+        """From now on, with each answer to a sync, call ``leaving`` with the replicas that are
         drained or about to stop. It must not block."""
         self._leaving = leaving
 

@@ -128,13 +128,16 @@ class Router:
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             for pusher in pushers:
                 pusher.start()
+            syncs = [asyncio.create_task(part.client.sync_repeatedly()) for part in parts]
             if config.picker.port is not None:
                 await picker.start(config.picker.host, config.picker.port)
             yield
             await picker.stop()
             for pusher in pushers:
                 await pusher.stop()
-            for part in parts:
+            for part, task in zip(parts, syncs, strict=True):
+                task.cancel()
+                part.client.sync()
                 await part.client.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.shutdown)

@@ -1,6 +1,6 @@
 """How a process collects its metrics and pushes them to the observer.
 
-Each process pushes its whole registry, cumulative, about once a second, so a lost push loses
+Each process pushes its whole registry, cumulative, every two seconds, so a lost push loses
 nothing. ``metrics_hub`` adds the pushes up: a scrape of any router shows the whole application."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MetricsPusher:
         target: PushTarget,
         registry: CollectorRegistry,
         source: str,
-        period_s: float = 1.0,
+        period_s: float = 2.0,
         labels: Mapping[str, str] | None = None,
     ) -> None:
         if period_s <= 0:

@@ -1,7 +1,7 @@
 """The second actor: it merges the processes' metrics and explains the deciding actor's state.
 
-The deciding actor never calls it, so requests are placed in the same way without it. About a
-second after a restart it has all pushed state again."""
+The deciding actor never calls it, so requests are placed in the same way without it. Some two
+seconds after a restart it has all pushed state again."""
 
 from __future__ import annotations
 

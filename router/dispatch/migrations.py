@@ -44,7 +44,7 @@ class Moves:
     moving: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.controller.on_push(self.waits, self.missing)
+        self.controller.on_sync(self.waits, self.missing)
 
     def waits(self) -> tuple[FirstTokenWait, ...]:
         """Waiting calls not late yet, at most ``MAX_WAITS`` (due soonest). ``O(open attempts)``."""
@@ -96,7 +96,7 @@ KV_TIMEOUT_S: Final = 2.0
 """Longest wait for a stream's KV handle, seconds; then the other replica computes the KV."""
 
 MAX_REFUSALS: Final = 16
-"""Most refused streams of a replica between two pushes; its others wait for the next push."""
+"""Most refused streams of a replica between two syncs; its others wait for the next one."""
 
 _UNTRACED: Mapping[str, str] = {}
 

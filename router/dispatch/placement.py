@@ -407,7 +407,7 @@ class DecisionService(Protocol):
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
         """About once a second, pass the drained or stopping replicas to ``leaving``."""
 
-    def on_push(
+    def on_sync(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],

@@ -202,16 +202,16 @@ async def test_troubles_are_told_and_what_becomes_of_them_is_heard(common: str) 
         assert client.quarantined == frozenset()
 
 
-async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(common: str) -> None:
+async def test_a_sync_asks_which_requests_are_going_to_be_late(common: str) -> None:
     async with connected(common) as client:
         rows = [waiting_row(1, 100_000, 4.9), waiting_row(2, 10, 4.0)]
         assert await client.hello(hello("a", rows, now_s=5)) is not None
         assert await client.hello(hello("b", now_s=5)) is not None
         told: list[int] = []
-        client.on_push(lambda: [FirstTokenWait(key, "a", 5.0, 0.0) for key in (1, 2)], told.extend)
+        client.on_sync(lambda: [FirstTokenWait(key, "a", 5.0, 0.0) for key in (1, 2)], told.extend)
 
         async def answered() -> bool:
-            await client.push_metrics(newer_push("router", ()))
+            client.sync()
             return bool(told)
 
         await until(answered, "the controller has answered")
@@ -219,13 +219,13 @@ async def test_with_the_metrics_it_asks_which_requests_are_going_to_be_late(comm
         client.faulted("b", ReplicaFault.HUNG)
 
         async def heard() -> bool:
-            await client.push_metrics(newer_push("router", ()))
+            client.sync()
             return client.quarantined == {"b"}
 
         await until(heard, "the quarantine comes with the answer")
 
 
-async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common: str) -> None:
+async def test_endings_go_with_a_sync_and_wait_while_nobody_answers(common: str) -> None:
     async with connected(common) as client:
         assert await client.hello(hello("a")) is not None
         await client.route(query(1)._replace(request_id="one"))
@@ -237,7 +237,7 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common:
             ends = {each["request_id"]: each["ended"] for each in found}
             return {name: ends[name] for name in ("one", "two")}
 
-        client.on_push(tuple, lambda _: None)
+        client.on_sync(tuple, lambda _: None)
         client.ended(RequestEnding("one", "ok", (), 3, 0.1, 0.01, 0.12))
         assert set((await endings()).values()) == {None}
         process = process_of(common)
@@ -245,6 +245,7 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common:
         try:
             # The observer takes the metrics all the same.
             assert await client.push_metrics(newer_push("router", ()))
+            client.sync()
             assert client._first._sync_task is not None
             await client._first._sync_task
         finally:
@@ -252,7 +253,7 @@ async def test_endings_go_with_the_metrics_and_wait_while_nobody_answers(common:
         client.ended(RequestEnding("two", "cancelled", (), 0, None, None, 0.2))
 
         async def heard() -> bool:
-            await client.push_metrics(newer_push("router", ()))
+            client.sync()
             return None not in (await endings()).values()
 
         await until(heard, "the controller has both")

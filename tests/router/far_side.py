@@ -414,7 +414,7 @@ class FarController:
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
         self.leaving = leaving
 
-    def on_push(
+    def on_sync(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],

@@ -65,7 +65,7 @@ class LocalController:
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
         self.leaving = leaving
 
-    def on_push(
+    def on_sync(
         self,
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
