@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -59,6 +60,8 @@ QUOTE_TIMEOUT_S = 1.0
 
 SCRAPE_TIMEOUT_S = 2.0
 SYNC_PERIOD_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 class ControllerClient:
@@ -186,7 +189,11 @@ class ControllerClient:
     async def sync_repeatedly(self) -> None:
         """Sync every :data:`SYNC_PERIOD_S`, for a router, until cancelled."""
         while True:
-            self.sync()
+            try:
+                self.sync()
+            except Exception:
+                # Waits that cannot be read once must not end it for good.
+                _log.exception("a sync with the controller failed")
             await asyncio.sleep(SYNC_PERIOD_S)
 
     async def share_quotas(self, uses: list[QuotaUse]) -> list[float] | None:

@@ -208,10 +208,17 @@ async def test_a_sync_asks_which_requests_are_going_to_be_late(common: str) -> N
         assert await client.hello(hello("a", rows, now_s=5)) is not None
         assert await client.hello(hello("b", now_s=5)) is not None
         told: list[int] = []
-        client.on_sync(lambda: [FirstTokenWait(key, "a", 5.0, 0.0) for key in (1, 2)], told.extend)
+        failures = [RuntimeError("not yet")]  # one does not end it
+
+        def waits() -> list[FirstTokenWait]:
+            if failures:
+                raise failures.pop()
+            return [FirstTokenWait(key, "a", 5.0, 0.0) for key in (1, 2)]
+
+        client.on_sync(waits, told.extend)
+        syncs = asyncio.create_task(client.sync_repeatedly())
 
         async def answered() -> bool:
-            client.sync()
             return bool(told)
 
         await until(answered, "the controller has answered")
@@ -219,10 +226,10 @@ async def test_a_sync_asks_which_requests_are_going_to_be_late(common: str) -> N
         client.faulted("b", ReplicaFault.HUNG)
 
         async def heard() -> bool:
-            client.sync()
             return client.quarantined == {"b"}
 
         await until(heard, "the quarantine comes with the answer")
+        syncs.cancel()
 
 
 async def test_endings_go_with_a_sync_and_wait_while_nobody_answers(common: str) -> None:
