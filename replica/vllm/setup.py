@@ -413,7 +413,7 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
         from sluice.replica.vllm.client import WatchedLLM
         from sluice.replica.vllm.scheduler import SloAsyncScheduler, SloScheduler
         from sluice.replica.vllm.support import APP_STATE, check_overrides
-        from sluice.replica.vllm.tokenizing import tokenize_short_prompts
+        from sluice.replica.vllm.tokenizing import tokenize_lightly
 
         check_overrides("Sluice", SloScheduler, SloAsyncScheduler, WatchedLLM, BoundedGrammar)
         vllm_config = engine_config(arguments)
@@ -435,7 +435,7 @@ async def launch(arguments: Any, grammar_check_s: float = 0.0) -> Launched:
             grammars.stop()
         raise
     llm.grammars = grammars
-    tokenize_short_prompts(getattr(llm, "renderer", None))
+    tokenize_lightly(getattr(llm, "renderer", None))
     if arguments.worker_extension_cls == EXTENSION:
         await llm.collective_rpc("end_with_engine")
     if vllm_config.model_config.runner_type == "generate":

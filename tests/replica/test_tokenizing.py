@@ -1,53 +1,156 @@
-"""Which prompts are tokenized on the event loop."""
+"""How prompts are tokenized, and where."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sluice.replica.vllm.tokenizing import SHORT, tokenize_short_prompts
+from sluice.replica.vllm.local_model import local_model
+from sluice.replica.vllm.tokenizing import SHORT, tokenize_lightly
 
 pytestmark = pytest.mark.vllm
 
+CACHE = Path("~/.cache/sluice").expanduser()
 
-def renderer(safe: bool) -> Any:
-    """Of vLLM's renderer what is used, with its way to a thread; it gives the thread's name."""
-    from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
+
+def renderer(safe: bool = True, **changes: Any) -> Any:
+    """Of vLLM's renderer what is used, with a real tokenizer, for several threads if ``safe``;
+    ``threads`` are those in which vLLM's own tokenizing ran."""
+    from transformers import AutoTokenizer
+    from vllm.renderers.base import BaseRenderer
+    from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
     from vllm.utils.async_utils import make_async
 
-    def tokenize(prompt: dict[str, str], params: Any) -> str:
-        if not prompt["prompt"]:
-            raise ValueError("an empty prompt")
-        return threading.current_thread().name
-
+    tokenizer = get_cached_tokenizer(AutoTokenizer.from_pretrained(local_model(CACHE)))
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
     made = SimpleNamespace(
-        tokenizer=ThreadSafeHFTokenizerMixin() if safe else object(),
-        _tokenize_prompt=tokenize,
-        _tokenize_prompt_async=make_async(tokenize),
+        tokenizer=maybe_make_thread_pool(tokenizer) if safe else tokenizer,
+        _executor=ThreadPoolExecutor(1, thread_name_prefix="own"),
+        _can_produce_offsets=lambda: True,
+        _build_tokens_prompt=BaseRenderer._build_tokens_prompt,
+        threads=[],
     )
-    tokenize_short_prompts(made)
+    made.get_tokenizer = lambda: made.tokenizer
+    made._wants_offsets = partial(BaseRenderer._wants_offsets, made)
+
+    def tokenize(prompt: Any, params: Any) -> Any:
+        made.threads.append(threading.current_thread().name)
+        return BaseRenderer._tokenize_prompt(made, prompt, params)
+
+    made._tokenize_prompt = tokenize
+    made._tokenize_prompt_async = make_async(tokenize, made._executor)
     return made
+
+
+def parameters(**given: Any) -> Any:
+    from vllm.renderers.params import TokenizeParams
+
+    return TokenizeParams(max_total_tokens=100_000, **given)
+
+
+@cache
+def both() -> tuple[Any, Any]:
+    light, whole = renderer(), renderer()
+    tokenize_lightly(light)
+    return light, whole
+
+
+@given(
+    st.lists(st.sampled_from(["<|end|>", "<|begin|>", " ", "\n", "a"]) | st.text()).map("".join),
+    st.booleans(),
+)
+async def test_the_tokens_are_those_of_transformers(text: str, special: bool) -> None:
+    light, whole = both()
+    prompt, params = {"prompt": text}, parameters(add_special_tokens=special)
+    got = await light._tokenize_prompt_async(dict(prompt), params)
+    assert light.threads == []
+    assert got == await whole._tokenize_prompt_async(dict(prompt), params)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({"truncate_prompt_tokens": 3}, {}),
+        ({"return_token_offsets": True}, {}),
+        ({}, {"split_special_tokens": True}),
+    ],
+)
+async def test_what_needs_more_of_transformers_is_left_to_it(
+    given: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    light, whole = renderer(**changes), renderer(**changes)
+    tokenize_lightly(light)
+    prompt, params = {"prompt": "Some <|end|> text of several words."}, parameters(**given)
+    got = await light._tokenize_prompt_async(dict(prompt), params)
+    assert len(light.threads) == 1
+    assert got == await whole._tokenize_prompt_async(dict(prompt), params)
+
+
+async def test_so_is_a_tokenizer_with_a_way_of_its_own() -> None:
+    light = renderer()
+
+    class Own(type(light.tokenizer)):  # type: ignore[misc]
+        def _encode_plus(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError
+
+    light.tokenizer.__class__ = Own
+    tokenize_lightly(light)
+    await light._tokenize_prompt_async({"prompt": "text"}, parameters())
+    assert len(light.threads) == 1
 
 
 @pytest.mark.parametrize(
     ("safe", "characters", "here"),
     [(True, 1, True), (True, SHORT, True), (True, SHORT + 1, False), (False, 1, False)],
 )
-async def test_only_short_ones_by_a_tokenizer_for_several_threads(
-    safe: bool, characters: int, here: bool
+@pytest.mark.parametrize("changes", [{}, {"split_special_tokens": True}])
+async def test_only_short_ones_by_a_tokenizer_for_several_threads_on_the_event_loop(
+    safe: bool, characters: int, here: bool, changes: dict[str, Any]
 ) -> None:
-    name = await renderer(safe)._tokenize_prompt_async({"prompt": "a" * characters}, None)
-    assert (name == threading.current_thread().name) == here
+    made = renderer(safe, **changes)
+    build = made._build_tokens_prompt
+
+    def noted(*args: Any, **more: Any) -> Any:
+        made.threads.append(threading.current_thread().name)
+        return build(*args, **more)
+
+    made._build_tokens_prompt = noted
+    tokenize_lightly(made)
+    await made._tokenize_prompt_async({"prompt": "a" * characters}, parameters())
+    assert (made.threads[-1] == threading.current_thread().name) == here
 
 
-@pytest.mark.parametrize("safe", [False, True])
-async def test_a_refused_prompt_raises_the_same(safe: bool) -> None:
-    with pytest.raises(ValueError, match="an empty prompt"):
-        await renderer(safe)._tokenize_prompt_async({"prompt": ""}, None)
+async def test_threads_may_tokenize_at_once() -> None:
+    light, whole = renderer(), renderer()
+    light._executor = ThreadPoolExecutor(4)
+    tokenize_lightly(light)
+    texts = [f"text {number} " * 2_000 for number in range(8)]
+
+    async def ids(of: Any, text: str) -> Any:
+        return (await of._tokenize_prompt_async({"prompt": text}, parameters()))["prompt_token_ids"]
+
+    wanted = [await ids(whole, text) for text in texts]
+    assert await asyncio.gather(*(ids(light, text) for text in texts)) == wanted
+
+
+async def test_a_text_that_is_no_unicode_raises_the_same() -> None:
+    raised = []
+    for made in both():
+        with pytest.raises((TypeError, UnicodeError)) as error:
+            await made._tokenize_prompt_async({"prompt": "\ud800"}, parameters())
+        raised.append(error.type)
+    assert raised[0] == raised[1]
 
 
 def test_a_model_without_a_tokenizer_is_left_alone() -> None:
-    tokenize_short_prompts(None)
+    tokenize_lightly(None)
