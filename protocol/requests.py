@@ -130,12 +130,14 @@ class Turn(NamedTuple):
     counts for: the session, or the one that a sub-agent belongs to, or all conversations of one
     name, such as those of a person (``session`` may then be 0).
     ``tool``: :func:`tool_key` of the tools that the turn before has called, if this one brings
-    their results. ``expected_tokens``: of output, as the client expects; 0: it does not say."""
+    their results. ``expected_tokens``: of output, as the client expects; 0: it does not say.
+    ``final``: the client says that its session ends with this turn."""
 
     session: Key = 0
     program: Key = 0
     tool: Key = 0
     expected_tokens: Tokens = 0
+    final: bool = False
 
 
 NO_TURN = Turn()

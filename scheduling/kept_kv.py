@@ -193,6 +193,20 @@ class KeptBlocks:
             if owner != session:
                 owners[block] = session if owner == _HIT else _SHARED
 
+    def finish(self, session: int, blocks: Iterable[int]) -> list[int]:
+        """The turn of ``session`` that has ended, with these ``blocks``, was its last one: its idle
+        blocks, which are forgotten; those of the turn are not kept either."""
+        known = self._sessions.get(session)
+        if known is None or known.runs:
+            return []
+        del self._sessions[session]
+        idle = list(known.blocks)
+        known.blocks.clear()
+        self._count -= len(idle)
+        self.forget(idle)
+        self.forget([block for block in blocks if self._owners.get(block) == session])
+        return idle
+
     def called(self, session: int, tool: int) -> None:
         """The last turn of ``session`` called ``tool``, 0: nothing."""
         known = self._sessions.get(session)

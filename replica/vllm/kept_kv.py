@@ -71,10 +71,13 @@ class WorthQueue(FreeKVCacheBlockQueue):
         self._learn_calls()
         self._kept.begin(turn.session, turn.tool, self._clock())
 
-    def end(self, session: int, tenant: int, blocks: Iterable[Sequence[int]]) -> None:
+    def end(self, turn: Turn, tenant: int, blocks: Iterable[Sequence[int]]) -> None:
         """A turn has ended; its ``blocks``, by group of layers, will become free."""
         self._learn_calls()
-        self._kept.end(session, tenant, [n for group in blocks for n in group], self._clock())
+        numbers = [n for group in blocks for n in group]
+        self._kept.end(turn.session, tenant, numbers, self._clock())
+        if turn.final:
+            self._join(self._kept.finish(turn.session, numbers))
         self._join(self._kept.release(self._clock()))
 
     def price(self, latency: LatencyModel, block_tokens: int) -> None:

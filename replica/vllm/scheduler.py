@@ -207,7 +207,7 @@ class PlanMixin(_Base):
             if self._kept is not None and turn is not None and turn.session:
                 blocks = self.kv_cache_manager.get_block_ids(request_id)
                 self._kept.price(self._local.model, self.block_size)
-                self._kept.end(turn.session, tracked.args.tenant, blocks)
+                self._kept.end(turn, tracked.args.tenant, blocks)
         return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -252,6 +252,9 @@ class CallReader:
             loop = loop_of(stated, client.owner, self._loops.get(slo.service_class))
         elif loop_session and slo.service_class in self._loops:
             loop = loop_in(slo.service_class, self._loops[slo.service_class], loop_session)
+        # A sub-agent's end is not its loop's.
+        if loop is not None and turn is not None and turn.final and turn.session == turn.program:
+            loop = loop._replace(final=True)
         if not (self._structured_output and client.caps.structured_output):
             refuse_structured(body)
         body, shortened = self._tokens.hold(endpoint, body, client.caps)

@@ -39,12 +39,13 @@ class Loop(NamedTuple):
     """A turn's loop. ``key``: a hash of 63 bits. ``deadline_s``: from the first turn to the last
     end. The rest is known once the turn has begun: ``due_s`` on the router's clock; ``turns``: with
     this one; ``promised``: whether the loop is, ``None``: too little is known of such loops;
-    ``needs_s``: what they need."""
+    ``needs_s``: what they need. ``final``: the client says that it is the last turn."""
 
     key: int
     deadline_s: float
     idle_s: float = IDLE_S
     stated: bool = False
+    final: bool = False
     due_s: float = inf
     turns: int = 0
     promised: bool | None = None
@@ -148,7 +149,7 @@ class LoopDeadlines:
         now_s = self._clock()
         age_s = max(0.0, now_s - loop.due_s + loop.deadline_s)
         took_s, promised = max(0.0, now_s - received_s), promised or loop.goes_on
-        ended = LoopTurnEnd(loop.key, age_s, took_s, answered, promised)
+        ended = LoopTurnEnd(loop.key, age_s, took_s, answered, promised, loop.final)
         self._here.end(ended, now_s)
         if self._service is not None:
             self._service.loop_ended(ended)

@@ -57,6 +57,9 @@ SESSION_FIELDS: Final = (
 )
 """The names of sessions in order of precedence, all headers before all fields."""
 
+FINAL_HEADER: Final = "x-dynamo-session-final"
+"""Dynamo's: whether its session ends with this request."""
+
 _SHARED: Final = {each.name for each in (*SESSION_HEADERS, *SESSION_FIELDS) if each.shared}
 
 CALL: Final = "tool_call"
@@ -131,7 +134,8 @@ class SessionReader:
         if not (program or session or tool):
             return Recognised()
         header = ", ".join(f"{name}={short(key)}" for name, key in said)
-        turn = Turn(session, program or session, tool)
+        final = session > 0 and _is_final(headers)
+        turn = Turn(session, program or session, tool, final=final)
         return Recognised(turn, header, session if apart else turn.program)
 
     def _given(
@@ -165,6 +169,13 @@ def _header(name: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
             f"{name} must have at most {MAX_SESSION_CHARACTERS} characters, got {len(value)}", name
         )
     return value
+
+
+def _is_final(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    value = _header(FINAL_HEADER, headers).lower()
+    if value not in ("", "true", "false"):
+        raise invalid(f"{FINAL_HEADER} must be true or false, got {shown(value)}", FINAL_HEADER)
+    return value == "true"
 
 
 def _field(name: str, body: Mapping[str, Any]) -> str:

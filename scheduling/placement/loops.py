@@ -94,13 +94,14 @@ class LoopPart(NamedTuple):
 class LoopTurnEnd(NamedTuple):
     """A turn ended ``age_s`` after its loop began, ``took_s`` after its arrival. ``answered``:
     ``None`` if its client left or made a mistake. ``promised``: whether this turn was; later ones
-    of a promised loop count as that."""
+    of a promised loop count as that. ``final``: its client says that it was the last turn."""
 
     key: Key
     age_s: Age
     took_s: Age
     answered: bool | None
     promised: bool
+    final: bool = False
 
 
 class LoopEnding(NamedTuple):
@@ -203,6 +204,11 @@ class LoopPromises:
         loop.answered += 1
         loop.end_s = max(loop.end_s, end_s)
         loop.took_s += ended.took_s
+        loop.final = loop.final or ended.final
+        if loop.final and not loop.running:
+            self._over(ended.key, loop)
+            if not loop.stated:
+                self._forget(ended.key)
 
     def expire(self, now_s: float) -> None:
         """Count the loops that are over, and learn from them."""
@@ -240,9 +246,9 @@ class LoopPromises:
         if len(self._loops) > MAX_LOOPS:
             most = max(self._of.values(), key=len)
             self._forget(next(iter(most)))
-            if len(self._ends) > 2 * MAX_LOOPS:  # those of forgotten loops
-                loops = self._loops.items()
-                self._ends = sorted((each.last_s + each.idle_s, key) for key, each in loops)
+        if len(self._ends) > 2 * MAX_LOOPS:  # those of forgotten loops
+            loops = self._loops.items()
+            self._ends = sorted((each.last_s + each.idle_s, key) for key, each in loops)
 
     def _forget(self, key: int) -> None:
         loop = self._loops.pop(key)
@@ -283,8 +289,8 @@ class _Loop:
     """A loop with a turn not long ago. ``usual_s``: of a turn when it began; 0: unknown."""
 
     __slots__ = (
-        *("answered", "began_s", "counted", "deadline_s", "end_s", "failed_s", "idle_s", "last_s"),
-        "late",
+        *("answered", "began_s", "counted", "deadline_s", "end_s", "failed_s", "final", "idle_s"),
+        *("last_s", "late"),
         *("promised", "running", "service_class", "stated", "tenant", "took_s", "turns", "usual_s"),
     )
 
@@ -295,7 +301,7 @@ class _Loop:
         self.deadline_s, self.idle_s = turn.deadline_s, turn.idle_s
         self.failed_s = -inf
         self.turns, self.running, self.answered = turn.turns, 0, 0
-        self.late = self.counted = False
+        self.late = self.counted = self.final = False
         self.took_s = self.usual_s = 0.0
 
     @property

@@ -58,11 +58,11 @@ def kept(engine):
     return queue
 
 
-def serve(engine, session, blocks, tool=READ, called=None, slo=None, promised=False):
+def serve(engine, session, blocks, tool=READ, called=None, slo=None, promised=False, final=False):
     """A turn whose prompt fills ``blocks`` blocks; the tokens of it that were cached."""
     from vllm import SamplingParams
 
-    turn = Turn(session, session, tool) if session else None
+    turn = Turn(session, session, tool, final=final) if session else None
     args = RequestArgs("r", time.monotonic(), slo or SLO(), tenant=1, promised=promised, turn=turn)
     params = SamplingParams(
         temperature=0.0, max_tokens=2, ignore_eos=True, extra_args=to_xargs(args)
@@ -141,6 +141,17 @@ def test_a_minute_without_a_turn_releases(engine, kept):
     assert serve(engine, 3, 12) == 12 * BLOCK
 
 
+def test_the_end_of_a_session_releases(engine, kept):
+    serve(engine, 1, 10, called=READ)
+    serve(engine, 2, 10, called=READ)
+    assert serve(engine, 1, 10, final=True) == 10 * BLOCK
+    assert len(kept._kept) == 10 and free(engine) == BLOCKS - 1
+    # A request without a session takes the memory of the one that has ended.
+    serve(engine, 0, 12)
+    assert serve(engine, 2, 10, called=READ) == 10 * BLOCK
+    assert serve(engine, 1, 10) == 0
+
+
 def test_the_queue_is_vllms_for_random_traffic(engine, kept):
     chance = random.Random(7)
     for _ in range(60):
@@ -150,6 +161,7 @@ def test_the_queue_is_vllms_for_random_traffic(engine, kept):
             session,
             chance.randrange(1, 18),
             called=chance.choice([None, 0, READ, TEST]) if session else None,
+            final=chance.random() < 0.2,
         )
         blocks = kept.get_all_free_blocks()
         assert (

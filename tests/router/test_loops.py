@@ -156,8 +156,11 @@ class OneRouter:
     async def turn(
         self, session: str | None = "s1", name: str | None = None, **slo: Any
     ) -> httpx.Response:
-        body = {**CHAT_BODY, "slo": {**slo, **({"class": name} if name else {})}}
         headers = {"x-sluice-session": session} if session else {}
+        return await self.send(headers, **slo, **({"class": name} if name else {}))
+
+    async def send(self, headers: dict[str, str], **slo: Any) -> httpx.Response:
+        body = {**CHAT_BODY, "slo": slo}
         async with self.edge.client() as client:
             return await client.post("/v1/chat/completions", json=body, headers=headers)
 
@@ -188,6 +191,20 @@ async def test_the_loop_that_a_body_states_goes_before_its_class() -> None:
     await router.turn(loop=LOOP | {"deadline_ms": 9_000})
     (turn,) = router.turns
     assert (turn.deadline_s, turn.idle_s, turn.stated) == (9.0, 10.0, True)
+
+
+async def test_a_loop_ends_with_its_session_not_with_a_sub_agents() -> None:
+    router = OneRouter()
+    child = {"x-dynamo-session-id": "child", "x-dynamo-parent-session-id": "root"}
+    root = {"x-dynamo-session-id": "root"}
+    for headers in (child, root, root):
+        await router.send(headers | {"x-dynamo-session-final": "true"})
+    assert [ended.final for ended in router.ended] == [False, True, True]
+    assert len({ended.key for ended in router.ended}) == 1
+    # The router that served its last turn knows that the next one begins another.
+    assert [(turn.turns, turn.promised) for turn in router.turns][2] == (0, None)
+    await router.send({"x-dynamo-session-final": "true"}, loop=LOOP)
+    assert router.ended[-1].final
 
 
 async def test_a_router_tells_what_it_knows_of_a_loop() -> None:

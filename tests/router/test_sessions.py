@@ -207,6 +207,22 @@ def test_a_sub_agent_has_a_conversation_of_its_own_and_works_for_its_session(
     assert [each.partition("=")[0] for each in names.split(", ")] == said
 
 
+def test_a_client_says_that_its_session_ends() -> None:
+    session, final = ("x-session-id", "s"), "x-dynamo-session-final"
+    turn = turn_of({}, session)
+    assert not turn.final
+    for value, ends in (("true", True), ("True", True), ("false", False), ("", False)):
+        assert turn_of({}, session, (final, value)) == turn._replace(final=ends)
+    # Of no conversation, and of one that has not begun, there is nothing to end.
+    assert recognised({}, (final, "true")) == Recognised()
+    assert not turn_of({"user": "bob"}, (final, "true")).final
+    one = {"tools": TOOLS, "messages": [ASK, drawn("1")]}
+    assert turn_of(one, (final, "true")).final
+    with pytest.raises(ApiError, match=f"{final} must be true or false, got 'yes'") as caught:
+        turn_of({}, session, (final, "yes"))
+    assert caught.value.reason.status == 400
+
+
 @pytest.mark.parametrize(
     ("body", "headers"),
     [

@@ -123,8 +123,27 @@ def test_a_minute_without_a_turn_releases_and_the_oldest_go_beyond_a_limit() -> 
     assert len(kept.clear()) == MAX_SESSIONS and len(kept) == 0
 
 
+def test_a_session_that_ends_keeps_nothing() -> None:
+    kept = learned(KeptBlocks())
+    end(kept, 1, TEST, [1, 10, 11], 0.0)
+    assert kept.find(1)
+    end(kept, 2, TEST, [1, 20], 0.0)
+    kept.begin(1, TEST, 1.0)
+    assert kept.find(1) and kept.find(10)
+    kept.end(1, 1, [1, 10, 12], 2.0)
+    assert kept.finish(1, [1, 10, 12]) == [11], "the turn's own are in use"
+    assert [kept.keep(block) for block in (12, 10, 1)] == [False, False, True]
+    assert set(kept) == {1, 20}, "the first is another's, too"
+    # Not while another turn of it runs.
+    kept.begin(2, TEST, 3.0)
+    kept.begin(2, TEST, 3.0)
+    kept.end(2, 1, [], 4.0)
+    assert kept.finish(2, []) == [] and 20 in kept
+    assert kept.finish(3, []) == []
+
+
 blocks = st.lists(st.integers(1, 30), unique=True, max_size=8)
-events = st.tuples(st.integers(0, 4), st.integers(1, 4), blocks, st.floats(0, 40))
+events = st.tuples(st.integers(0, 5), st.integers(1, 4), blocks, st.floats(0, 40))
 
 
 @given(st.lists(events, max_size=40))
@@ -138,7 +157,7 @@ def test_each_block_is_kept_once_and_comes_back_once(
         now_s += later_s
         if kind == 0:
             kept.begin(session, READ, now_s)
-        elif kind == 1:
+        elif kind in (1, 5):
             # A request of a session, or of none, finds or takes blocks, and releases them.
             held = []
             for block in some:
@@ -151,6 +170,10 @@ def test_each_block_is_kept_once_and_comes_back_once(
                     held.append(block)
             if session > 1:
                 kept.end(session, 1, held, now_s)
+            if kind == 5:
+                over = kept.finish(session, held)
+                mine -= set(over)
+                idle |= set(over)
             for block in reversed(held):
                 (mine if kept.keep(block) else idle).add(block)
         elif kind == 2:

@@ -258,6 +258,35 @@ def test_a_loop_that_its_client_names_is_known_after_its_deadline_and_counts_onc
     assert len(agents.loops) == 0
 
 
+def test_a_loop_is_over_with_the_turn_that_its_client_says_is_the_last() -> None:
+    agents = Agents()
+    agents.learn()
+    agents.loops.expire(agents.now_s)
+    agents.loops.ended.clear()
+    for _ in range(2):
+        first = agents.begin(7)
+        assert first.turns == 1, "a later turn begins another loop"
+        agents.begin(7)
+        agents.loops.end(LoopTurnEnd(7, 1.0, 1.0, True, True, final=True), agents.now_s)
+        assert agents.loops.ended[KEPT] == 0, "a turn beside it runs"
+        agents.end(first, 2.0, 7)
+        assert agents.loops.ended.pop(KEPT) == 1
+    # An answer that failed may be asked for again.
+    agents.begin(8)
+    agents.loops.end(LoopTurnEnd(8, 1.0, 1.0, False, True, final=True), agents.now_s)
+    assert not agents.loops.ended
+
+
+def test_a_loop_that_its_client_names_and_ends_is_known_after_it() -> None:
+    agents = Agents()
+    for turns in (1, 2):
+        assert agents.begin(7, stated=True).turns == turns
+        agents.loops.end(LoopTurnEnd(7, 1.0, 1.0, True, True, final=True), agents.now_s + 1.0)
+    assert sum(agents.loops.ended.values()) == 1
+    agents.loops.expire(agents.now_s + loops.KEPT_S + 61.0)
+    assert len(agents.loops) == 0
+
+
 def test_tenants_count_by_their_own_loops() -> None:
     agents = Agents()
     for number in range(2 * MIN_ENDED):
@@ -338,6 +367,10 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(agents.loops._classes["agent"].live) == 5
     assert agents.begin(99).turns == 2
     assert agents.begin(1).turns == 1
+    for key in range(100, 200):  # each is over at once
+        agents.begin(key)
+        agents.loops.end(LoopTurnEnd(key, 1.0, 1.0, True, True, final=True), agents.now_s)
+    assert len(agents.loops._ends) <= 11
 
 
 def test_a_tenant_with_many_loops_drops_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
