@@ -40,8 +40,11 @@ IDLE_S: Final = 60.0
 MEMORY: Final = 256
 """Latest loops of a class, or of a tenant in it, that count."""
 
+MIN_PROMISED: Final = 5
+"""Loops that must have ended before one is promised."""
+
 MIN_ENDED: Final = 20
-"""Loops that must have ended before one is promised, and before a tenant counts by its own."""
+"""Loops that must have ended before one counts as unattainable, and a tenant by its own."""
 
 MIN_PART: Final = 2.0
 """A turn gets at least this many times the usual time of one, while that is left."""
@@ -149,7 +152,8 @@ class LoopPromises:
                 loop.usual_s = seen.turn_s
                 if loop.promised is None and needs_s is not None:
                     in_time = needs_s <= turn.deadline_s
-                    loop.promised = None if not in_time and self._tries(turn, seen) else in_time
+                    tries = not seen.known or self._tries(turn, seen)
+                    loop.promised = None if not in_time and tries else in_time
         else:
             loop.began_s = min(loop.began_s, now_s - turn.age_s)
             if turn.promised is False:
@@ -274,7 +278,7 @@ class LoopPromises:
         seen = self._tenants.get((service_class, tenant))
         if seen is None or not seen.known:
             seen = self._classes.get(service_class)
-        return seen if seen is not None and seen.known else None
+        return seen if seen is not None and seen.count >= MIN_PROMISED else None
 
     def _tries(self, turn: LoopTurn, seen: _Seen) -> bool:
         """Whether a loop is let in without a promise: nothing is learned of its tenant otherwise,
@@ -335,14 +339,14 @@ class _Seen:
     ``live``: those that are not over, the one that began first first."""
 
     __slots__ = (
-        *("_answered", "_count", "_first_s", "_firsts", "_measured_s", "_needs_s", "_past"),
-        *("live", "turn_s"),
+        *("_answered", "_first_s", "_firsts", "_measured_s", "_needs_s", "_past"),
+        *("count", "live", "turn_s"),
     )
 
     def __init__(self) -> None:
         self.live: dict[int, _Loop] = {}
         self.turn_s = self._first_s = 0.0
-        self._answered = self._firsts = self._count = 0
+        self._answered = self._firsts = self.count = 0
         # Of each loop: its turns, the time of its tools, and that of its turns in usual ones.
         self._past = np.zeros((MEMORY, 3))
         self._measured_s = -inf
@@ -351,7 +355,7 @@ class _Seen:
     @property
     def known(self) -> bool:
         """Whether enough loops have ended."""
-        return self._count >= MIN_ENDED
+        return self.count >= MIN_ENDED
 
     def answered(self, took_s: float, is_first: bool) -> None:
         """A turn was answered. ``O(1)``."""
@@ -368,8 +372,8 @@ class _Seen:
         work = float(loop.turns)
         if loop.promised is not False and usual_s > 0.0:
             work = loop.took_s / usual_s
-        self._past[self._count % MEMORY] = loop.turns, tools_s, work
-        self._count += 1
+        self._past[self.count % MEMORY] = loop.turns, tools_s, work
+        self.count += 1
         self._measured_s = -inf
 
     def needs_s(self, now_s: float, level: float) -> float:
@@ -386,7 +390,11 @@ class _Seen:
             if len(took_s) * (1.0 - level) < 1.0:
                 # Too few for the quantile: the more there are, the less the next exceeds them.
                 beyond_s = float(lengths.max()) / _UNITS * (1.0 + MIN_ENDED / len(took_s))
-                self._needs_s = min(self._needs_s, beyond_s, _log_normal(took_s, level))
+                shaped_s = _log_normal(took_s, level)
+                if self.known:
+                    self._needs_s = min(self._needs_s, beyond_s, shaped_s)
+                else:  # the shape of so few may deceive
+                    self._needs_s = max(beyond_s, shaped_s)
         return self._needs_s
 
     def tries(self) -> bool:
@@ -412,14 +420,14 @@ class _Seen:
 
     @property
     def _known(self) -> Floats:
-        return self._past[: min(self._count, MEMORY)]
+        return self._past[: min(self.count, MEMORY)]
 
 
 def _log_normal(lengths: Floats, level: float) -> float:
     """The quantile of a log-normal distribution, of which these are few lengths: that of the next
     one, by Student's ``t``."""
     logs, count = np.log(lengths), len(lengths)
-    z = NormalDist().inv_cdf(level)
-    t = z * (1.0 + (z * z + 1.0) / (4.0 * (count - 1)))
+    z, freedom = NormalDist().inv_cdf(level), 4.0 * (count - 1)
+    t = z * (1.0 + (z**2 + 1.0) / freedom + (5 * z**4 + 16 * z**2 + 3) / (6 * freedom**2))
     exponent = float(logs.mean()) + t * float(logs.std(ddof=1)) * sqrt(1.0 + 1.0 / count)
     return exp(min(exponent, log(MAX_NUMBER)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice.controller.config import ControllerConfig
-from sluice.scheduling.placement.loops import MIN_ENDED, LoopTurn, LoopTurnEnd
+from sluice.scheduling.placement.loops import MIN_PROMISED, LoopTurn, LoopTurnEnd
 from tests.controller.fleet import ObservedController
 from tests.router.far_side import Clock
 
@@ -13,7 +13,7 @@ AGENT = LoopTurn(1, "agent", 7, 60.0, 10.0)
 async def test_loops_that_ended_are_counted_and_teach_the_parts_of_later_ones() -> None:
     clock = Clock()
     controller = ObservedController(ControllerConfig(), clock)
-    for key in range(MIN_ENDED):
+    for key in range(MIN_PROMISED):
         for _ in range(2):
             part = await controller.loop_turn(AGENT._replace(key=key))
             assert part.promised is None
@@ -31,6 +31,6 @@ async def test_loops_that_ended_are_counted_and_teach_the_parts_of_later_ones() 
     text = (await controller.render_metrics()).decode()
     samples = {line for line in text.splitlines() if line.startswith("sluice_loops_total")}
     assert {line.rpartition("{")[2] for line in samples} == {
-        f'admission="best-effort",class="agent",outcome="kept"}} {MIN_ENDED}.0',
+        f'admission="best-effort",class="agent",outcome="kept"}} {MIN_PROMISED}.0',
         'admission="guaranteed",class="agent",outcome="missed"} 1.0',
     }

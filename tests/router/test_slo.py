@@ -24,7 +24,14 @@ from sluice.router.request.session import MAX_SESSION_CHARACTERS
 from sluice.router.request.slo import SloReader
 from sluice.router.tenancy.limits import TenantLimits
 from sluice.router.wire import MAX_OBJECTIVE_MS, SLO_HEADER_SETS
-from sluice.scheduling.placement.loops import KEPT_S, MAX_LOOPS, MEMORY, MIN_ENDED, MIN_PART
+from sluice.scheduling.placement.loops import (
+    KEPT_S,
+    MAX_LOOPS,
+    MEMORY,
+    MIN_ENDED,
+    MIN_PART,
+    MIN_PROMISED,
+)
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.request.stages import MAX_STAGES, Stage
 from tests.documents import ROOT, marked, section
@@ -157,13 +164,14 @@ def test_the_example_of_a_loop_is_read_as_it_says() -> None:
     (text,) = marked(PAGE, "check: loop")
     found = SloReader(RouterConfig()).read(json.loads(text), [])
     assert found.loop == ("fix-42", 60_000)
-    headings = "Tool loops", "What a turn gets", "Limits of loops"
+    headings = "Tool loops", "What a turn gets", "What is promised", "Limits of loops"
     words = " ".join(" ".join(section(PAGE, each) for each in headings).split())
     (config,) = marked(PAGE, "check: loops")
     entry = parse_config(yaml.safe_load(config)).router.classes["agent"]
     assert entry.loop == LoopTerms(deadline_ms=600_000, idle_ms=120_000)
     assert f"default {LoopTerms(deadline_ms=1).idle_ms / 1000:g} s" in words
-    assert f"from the last {MEMORY} loops that ended. Until {MIN_ENDED} have ended" in words
+    assert f"last {MEMORY} loops that ended, by class alone until {MIN_ENDED} of the key" in words
+    assert f"from {MIN_PROMISED} to {MIN_ENDED - 1}, `1 + {MIN_ENDED}/n` times" in words
     assert MIN_PART == 2.0
     assert f"1 to {MAX_SESSION_CHARACTERS} characters" in words
     assert f"at most {MAX_LOOPS:,} of them" in words
