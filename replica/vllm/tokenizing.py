@@ -7,7 +7,6 @@ burst one after another."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,11 +25,10 @@ def tokenize_lightly(renderer: Any) -> None:
     if in_thread is None or not isinstance(renderer.tokenizer, ThreadSafeHFTokenizerMixin):
         return
     tokenize_prompt = renderer._tokenize_prompt
-    if hasattr(renderer, "_build_tokens_prompt") and hasattr(renderer, "_wants_offsets"):
-        token_ids = _token_ids_of(renderer.tokenizer)
-        if token_ids is not None:
-            tokenize_prompt = _without_places(renderer, token_ids)
-            in_thread = make_async(tokenize_prompt, renderer._executor)
+    has_parts = hasattr(renderer, "_build_tokens_prompt") and hasattr(renderer, "_wants_offsets")
+    if has_parts and _only_calls_library(renderer.tokenizer):
+        tokenize_prompt = _without_places(renderer)
+        in_thread = make_async(tokenize_prompt, renderer._executor)
 
     async def tokenize(prompt: Any, params: Any) -> Any:
         if len(prompt["prompt"]) <= SHORT:
@@ -40,38 +38,38 @@ def tokenize_lightly(renderer: Any) -> None:
     renderer._tokenize_prompt_async = tokenize
 
 
-def _without_places(
-    renderer: Any, token_ids: Callable[[str, bool], list[int]]
-) -> Callable[[Any, Any], Any]:
-    """``renderer._tokenize_prompt``, by ``token_ids`` where the places are not asked for."""
-    whole = renderer._tokenize_prompt
-
-    def tokenize(prompt: Any, params: Any) -> Any:
-        if params.truncate_prompt_tokens is not None or renderer._wants_offsets(prompt, params):
-            return whole(prompt, params)
-        ids = token_ids(prompt["prompt"], params.add_special_tokens)
-        return renderer._build_tokens_prompt(ids, prompt)
-
-    return tokenize
-
-
-def _token_ids_of(tokenizer: Any) -> Callable[[str, bool], list[int]] | None:
-    """The tokens of a text, with or without special tokens around them, as Transformers' call of
-    ``tokenizer`` has them, for several threads; ``None``: it does more than call its library."""
+def _only_calls_library(tokenizer: Any) -> bool:
+    """Whether Transformers' call does no more than call the library ``tokenizers``."""
     from transformers import TokenizersBackend
 
     encoders = (each for each in type(tokenizer).__mro__ if "_encode_plus" in vars(each))
-    if next(encoders, None) is not TokenizersBackend or tokenizer.split_special_tokens:
-        return None
-    # Its own, which nothing changes: calls of Transformers set truncation and padding.
-    library = copy.deepcopy(tokenizer._tokenizer)
+    return (
+        next(encoders, None) is TokenizersBackend
+        and not tokenizer.split_special_tokens
+        and hasattr(tokenizer._tokenizer, "encode_batch_fast")
+    )
+
+
+def _without_places(renderer: Any) -> Callable[[Any, Any], Any]:
+    """``renderer._tokenize_prompt``, for several threads, by the library where the places are not
+    asked for."""
+    whole = renderer._tokenize_prompt
+    # vLLM's calls of Transformers set truncation and padding, but in copies of this one.
+    library = renderer.tokenizer._tokenizer
     library.no_truncation()
     library.no_padding()
-    if not hasattr(library, "encode_batch_fast"):
-        return None
 
-    def token_ids(text: str, special: bool) -> list[int]:
+    def tokenize(prompt: Any, params: Any) -> Any:
+        if (
+            params.truncate_prompt_tokens is not None
+            or renderer._wants_offsets(prompt, params)
+            or library.truncation is not None
+            or library.padding is not None
+            or library.encode_special_tokens
+        ):
+            return whole(prompt, params)
+        text, special = prompt["prompt"], params.add_special_tokens
         (found,) = library.encode_batch_fast([text], add_special_tokens=special)
-        return list(found.ids)
+        return renderer._build_tokens_prompt(found.ids, prompt)
 
-    return token_ids
+    return tokenize

@@ -96,6 +96,16 @@ async def test_what_needs_more_of_transformers_is_left_to_it(
     assert got == await whole._tokenize_prompt_async(dict(prompt), params)
 
 
+async def test_so_it_is_while_the_library_truncates() -> None:
+    light, whole = renderer(), renderer()
+    tokenize_lightly(light)
+    light.tokenizer._tokenizer.enable_truncation(3)
+    prompt = {"prompt": "Some text of several words."}
+    got = await light._tokenize_prompt_async(dict(prompt), parameters())
+    assert len(light.threads) == 1
+    assert got == await whole._tokenize_prompt_async(dict(prompt), parameters())
+
+
 async def test_so_is_a_tokenizer_with_a_way_of_its_own() -> None:
     light = renderer()
 
