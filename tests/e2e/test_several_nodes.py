@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
 from typing import Any
 
 import httpx
@@ -13,7 +10,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.deploy.commands.admin import AdminApi
-from sluice.deploy.commands.options import Exit, Failure
+from sluice.deploy.commands.options import Exit
 from sluice.deploy.ray_start import free_port
 from tests.e2e.cluster import HEAD, START_S, Cluster
 from tests.e2e.conftest import LENIENT
@@ -21,7 +18,6 @@ from tests.e2e.conftest import LENIENT
 pytestmark = [pytest.mark.ray, pytest.mark.own_ray, pytest.mark.release]
 
 KEY = "an-admin-key-of-the-tests"
-CLIENTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +86,12 @@ def configured(cluster: Cluster) -> set[float]:
     }
 
 
-def outcome_of(url: str, tokens: int) -> str:
-    """How a streamed request ends. ``silent`` looks like a whole answer and is none."""
-    body = {"model": "sim", "prompt": "word " * 20, "max_tokens": tokens, "stream": True}
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-            text = answer.read().decode()
-    except httpx.TransportError:
-        return "cut off"
-    if answer.status_code != 200:
-        return "refused"
-    if text.rstrip().endswith("data: [DONE]"):
-        return "answered" if '"error"' not in text else "told"
-    return "told" if '"error"' in text else "silent"
+def served(url: str) -> bool:
+    """Whether a streamed request ends whole."""
+    body = {"model": "sim", "prompt": "word " * 20, "max_tokens": 5, "stream": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    whole = answer.text.rstrip().endswith("data: [DONE]") and '"error"' not in answer.text
+    return answer.status_code == 200 and whole
 
 
 def test_replicas_routers_and_the_controller_are_spread_and_not_on_the_head(
@@ -113,7 +102,7 @@ def test_replicas_routers_and_the_controller_are_spread_and_not_on_the_head(
     controller = deployed.node_of_actor("sluice-controller")
     assert controller is not None
     assert names[controller] != HEAD
-    assert outcome_of(deployed.url, 5) == "answered"
+    assert served(deployed.url)
 
 
 def test_a_drained_replica_gets_nothing_until_it_is_taken_back(deployed: Cluster) -> None:
@@ -147,40 +136,6 @@ def test_what_deploy_cannot_do_it_says_in_a_line(
     assert says in last
 
 
-def test_no_request_is_lost_in_silence_with_a_node(deployed: Cluster) -> None:
-    """The node that goes is the one with the controller: the worst that a worker can be."""
-    names = deployed.node_names()
-    node = deployed.node_of_actor("sluice-controller")
-    assert node is not None
-    lost = {each for each, where in serving(deployed).items() if where == node}
-    assert lost
-    stop, outcomes = Event(), Counter[str]()
-
-    def client() -> None:
-        while not stop.is_set():
-            outcomes[outcome_of(deployed.url, 150)] += 1
-
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients: list[Future[None]] = [pool.submit(client) for _ in range(CLIENTS)]
-        try:
-            deployed.wait(lambda: outcomes["answered"] >= CLIENTS, "the load has begun")
-            deployed.kill_node(names[node])
-            before = outcomes["answered"]
-            deployed.wait(lambda: outcomes["answered"] > before + 3 * CLIENTS, "requests go on")
-            deployed.add_node("third")
-            deployed.wait(lambda: recovered(deployed, lost), "the lost replica is replaced")
-        finally:
-            stop.set()
-    for each in clients:
-        each.result()
-    print(outcomes)
-    assert outcomes["silent"] == 0, outcomes
-    hit = outcomes["told"] + outcomes["cut off"] + outcomes["refused"]
-    deployed.wait(lambda: hit + resumed(deployed) > 0, "the loss was felt")
-    assert outcome_of(deployed.url, 5) == "answered"
-    assert deployed.sluice("status", SLUICE_ADMIN_KEY=KEY).returncode == Exit.OK
-
-
 def test_another_number_of_replicas_is_reached_without_touching_the_others(
     deployed: Cluster,
 ) -> None:
@@ -203,7 +158,7 @@ def test_a_second_application_leaves_the_first_as_it_is(deployed: Cluster) -> No
     done = deployed.sluice("deploy", "--config", configuration(deployed, 1, port), *words)
     assert done.returncode == Exit.OK, done.stderr
     assert done.stdout.splitlines()[1:] == [f"{url}/v1"]
-    assert outcome_of(url, 5) == "answered"
+    assert served(url)
     assert set(serving(deployed)) == before
 
 
@@ -212,32 +167,3 @@ def test_a_port_is_not_shared_with_another_application(deployed: Cluster) -> Non
     done = deployed.sluice("deploy", "--config", configuration(deployed, 1), *words)
     assert done.returncode == Exit.FAILED
     assert f"cannot listen on port {deployed.port}" in done.stderr
-
-
-def resumed(cluster: Cluster) -> float:
-    """Streams that went on at another replica, by the routers that are left."""
-    families = text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=120).text)
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == "sluice_resumes_total"
-    )
-
-
-def recovered(cluster: Cluster, lost: set[str]) -> bool:
-    """Two replicas work, none of them a lost one, one on the new node; the controller is back."""
-    try:
-        rows = serving(cluster)
-    except Failure:
-        return False
-    names = cluster.node_names()
-    nodes = {names.get(node) for node in rows.values()}
-    controller = cluster.node_of_actor("sluice-controller")
-    return (
-        len(rows) == 2
-        and "third" in nodes
-        and not lost & set(rows)
-        and controller in names
-        and names[controller] != HEAD
-    )
