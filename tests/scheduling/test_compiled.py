@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sluice.scheduling import admission, routing
+from sluice.scheduling.admission import moore_hodgson
+from sluice.scheduling.fleet import report as fleet_report
+from sluice.scheduling.fleet import rows as fleet_rows
+from sluice.scheduling.placement.warm_up import warm_up_placement
 from tests.compiled_loops import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,3 +201,18 @@ for wrong in ((None, 1), (1.0, 1.5), (1.0, "1")):
 assert len(total.signatures) == 1
 """
     run(code)
+
+
+@pytest.mark.parametrize("name", routing.POLICIES)
+def test_every_routing_policy_warms_up(name: str) -> None:
+    warm_up_placement(lambda: routing.make_policy(name), lambda: None)
+
+
+def test_no_loop_of_the_default_is_left_to_compile() -> None:
+    warm_up_placement(
+        lambda: routing.make_policy("pab"), lambda: admission.make_policy("moore_hodgson")
+    )
+    # Those that Python calls; the loops inside them are in their machine code.
+    called = (fleet_report.fold, fleet_report.add_reservation, fleet_rows.work_on)
+    for loop in (*called, moore_hodgson.promises):
+        assert loop.signatures, loop  # type: ignore[attr-defined]
