@@ -389,11 +389,6 @@ class TokenClock(TPOTMeter):
         return self.earned.first + self.earned.later
 
     @property
-    def ideal_gain(self) -> float:
-        """The same had every token been in time."""
-        return self.earned.first_ideal + self.earned.later_ideal
-
-    @property
     def ttft_s(self) -> float | None:
         """Arrival to first token, or ``None`` before it."""
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s

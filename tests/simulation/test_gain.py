@@ -58,7 +58,7 @@ def test_it_is_what_a_token_clock_counts(slo: SLO, times: Floats, weights: GainW
         clock.emit(1, now_s)
     gain, ideal = tdg(slo, times + 5.0, weights, 5.0), tdg(slo, np.zeros(len(times)), weights)
     assert gain == pytest.approx(clock.gain)
-    assert ideal == pytest.approx(clock.ideal_gain)
+    assert ideal == pytest.approx(clock.earned.first_ideal + clock.earned.later_ideal)
     assert 0 <= gain <= ideal
 
 

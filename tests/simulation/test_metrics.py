@@ -59,48 +59,6 @@ def test_four_readings_of_tpot() -> None:
     }
 
 
-def test_a_window_is_ten_tokens_anywhere_in_the_stream() -> None:
-    gaps = [0.01] * 20 + [0.05] * 10 + [0.01] * 20
-    times = np.cumsum([1.2, *gaps]).tolist()
-    measured = stages(emitted(times, SLO(tpot_s=0.02)))
-    assert measured.tpot_s[TPOTMetric.WINDOW][0] == pytest.approx(0.05)
-    assert measured.tpot_s[TPOTMetric.MEAN][0] == pytest.approx(0.9 / 50)
-    assert measured.tpot_s[TPOTMetric.RUNNING_MAX][0] == pytest.approx(0.7 / 30)
-
-
-def windows_by_definition(times: list[float]) -> float:
-    """The slowest window: from a group's end to another's, the nearest one at least 10 tokens
-    before; the mean where there is none."""
-    ends = [n for n, time in enumerate(times) if n + 1 == len(times) or times[n + 1] != time]
-    found = [-1.0]
-    for end in ends:
-        begins = [begin for begin in ends if begin <= end - 10]
-        if begins:
-            found.append((times[end] - times[begins[-1]]) / (end - begins[-1]))
-    return max(found) if max(found) >= 0 else (times[-1] - times[0]) / (len(times) - 1)
-
-
-@settings(max_examples=examples(100))
-@given(
-    groups=st.lists(st.tuples(st.floats(0.01, 1.0), st.integers(1, 6)), min_size=1, max_size=12),
-    others=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=30),
-)
-def test_a_window_of_groups_counts_all_of_their_tokens(
-    groups: list[tuple[float, int]], others: list[float]
-) -> None:
-    # Three streams side by side, so that none looks at its neighbour's tokens.
-    now_s, grouped = 1.1, [1.1]
-    for gap_s, tokens in groups:
-        now_s += gap_s
-        grouped += [now_s] * tokens
-    single = np.cumsum([1.2, *others]).tolist()
-    streams = [single, grouped, single]
-    requests = Requests(of(Arrival(1.0, 100, len(times), SLO()) for times in streams))
-    requests.emitted_s[:] = [time for times in streams for time in times]
-    measured = stages(requests).tpot_s[TPOTMetric.WINDOW].tolist()
-    assert measured == pytest.approx([windows_by_definition(times) for times in streams])
-
-
 def test_a_request_cut_short_attains_nothing_but_keeps_its_gain() -> None:
     requests = emitted([1.1, 1.12], SLO(ttft_s=0.5, tpot_s=0.05), output=4)
     measured = stages(requests)
@@ -163,7 +121,8 @@ def test_measurements_agree_with_the_token_clock(load: Workload) -> None:
     assert (largest >= means - 1e-9).all()
     gain = deadline_gain(requests, measured, weights)
     assert gain.gain.sum() == pytest.approx(sum(clock.gain for clock in clocks))
-    assert gain.ideal.sum() == pytest.approx(sum(clock.ideal_gain for clock in clocks))
+    ideal = sum(clock.earned.first_ideal + clock.earned.later_ideal for clock in clocks)
+    assert gain.ideal.sum() == pytest.approx(ideal)
 
 
 @settings(max_examples=examples(100))
