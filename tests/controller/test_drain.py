@@ -142,48 +142,6 @@ async def test_a_drain_survives_a_resync_a_silence_and_a_restart_of_the_controll
     assert reply.closed and (await replica(restarted, "a"))["drain"] == "operator"
 
 
-async def test_a_replica_does_not_bring_a_drain_back_that_was_undone() -> None:
-    controller = make()
-    await controller.hello(hello("a"))
-    await controller.drain("a", True)
-    await controller.drain("a", False)
-    # It had not heard of that yet when it had to say hello again.
-    assert not (await controller.hello(hello("a", seq=3)._replace(closed=True))).closed
-    assert await placed(controller, 1) == ["a"]
-
-
-async def test_a_replica_out_of_reach_can_be_taken_back() -> None:
-    clock = Clock()
-    controller = make(clock)
-    await controller.hello(hello("a"))
-    await controller.drain("a", True)
-    clock.advance(60)
-    assert await controller.drain("a", True) is None, "it is not known any more"
-    told = await controller.drain("a", False)
-    assert told is not None and (told["draining"], told["left"]) == (False, 0)
-    await controller.hello(hello("a", now_s=60))
-    assert await placed(controller, 1) == ["a"]
-
-
-async def test_a_drain_taken_back_while_the_replica_was_away_does_not_come_back_with_it() -> None:
-    clock = Clock()
-    controller = make(clock)
-    await controller.hello(hello("a"))
-    await controller.drain("a", True)
-    clock.advance(60)
-    told = await controller.drain("a", False)
-    assert told is not None and not told["draining"]
-    # The last that the replica heard is that it is drained.
-    back = hello("a", seq=6, now_s=60)._replace(closed=True)
-    assert not (await controller.hello(back)).closed
-    assert await placed(controller, 1) == ["a"]
-    # Nor when it is away again before it heard of that.
-    clock.advance(60)
-    assert (await controller.snapshot())["replicas"] == []
-    again = hello("a", seq=7, now_s=120)._replace(closed=True)
-    assert not (await controller.hello(again)).closed
-
-
 async def test_a_setting_is_remembered_once_the_replica_reports_after_the_answer_with_it() -> None:
     controller = make()
     await controller.hello(hello("a"))
@@ -205,16 +163,6 @@ async def test_a_setting_is_remembered_once_the_replica_reports_after_the_answer
     assert await controller.remembers("a") is False
     await controller.hello(hello("a", seq=seq + 3)._replace(closed=True))
     assert await controller.remembers("a")
-
-
-async def test_what_a_restarted_controller_learnt_from_a_replica_can_be_taken_back() -> None:
-    clock = Clock()
-    restarted = make(clock)
-    back = hello("a", seq=7)._replace(closed=True)
-    assert (await restarted.hello(back)).closed
-    clock.advance(60)
-    assert await restarted.drain("a", False) is not None
-    assert not (await restarted.hello(back._replace(now_s=60.0))).closed
 
 
 async def test_dead_drained_replicas_are_forgotten_and_those_out_of_reach_stay_drained() -> None:

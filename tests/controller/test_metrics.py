@@ -79,47 +79,6 @@ def test_counters_histograms_and_gauges_add_up_over_processes() -> None:
     }
 
 
-def test_a_restarted_process_does_not_lower_the_counts() -> None:
-    hub = MetricsHub()
-    process = Process("r1")
-    process.requests.labels("interactive").inc(10)
-    process.live.set(4)
-    hub.push(process.push(), 0)
-    last_words = process.push()
-    again = Process("r1", incarnation=2)
-    again.requests.labels("interactive").inc(2)
-    hub.push(again.push(), 1)
-    page = page_of(hub, 1)
-    assert page["sluice_requests_total", INTERACTIVE] == 12
-    assert page["sluice_live", ()] == 0
-    # One that restarted and has not counted that class at all yet.
-    hub.push(Process("r1", incarnation=3).push(), 2)
-    assert page_of(hub, 2)["sluice_requests_total", INTERACTIVE] == 12
-    # A late push of one that has ended.
-    process.requests.labels("interactive").inc(1)
-    hub.push(process.push(), 3)
-    assert not hub.push(last_words, 3)
-    page = page_of(hub, 3)
-    assert page["sluice_requests_total", INTERACTIVE] == 13
-    assert page["sluice_live", ()] == 0
-
-
-def test_counts_go_on_after_the_longest_silence() -> None:
-    """As of a process that was suspended, or on a node that was."""
-    hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)
-    process = Process("r1")
-    process.requests.labels("interactive").inc(10)
-    process.live.set(4)
-    hub.push(process.push(), 0)
-    hub.push(Process("r2").push(), 1_000)
-    assert hub.sources == 1
-    process.requests.labels("interactive").inc(2)
-    assert not hub.push(process.push(), 2_000)
-    page = page_of(hub, 2_000)
-    assert page["sluice_requests_total", INTERACTIVE] == 12
-    assert page["sluice_live", ()] == 4
-
-
 def test_counts_that_were_forgotten_are_not_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.controller.observability.metrics_hub.MAX_SILENT_SAMPLES", 0)
     hub = MetricsHub(gauge_ttl_s=10, source_ttl_s=100)

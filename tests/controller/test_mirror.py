@@ -12,7 +12,6 @@ from sluice.controller.transport.checks import checked_delta
 from sluice.scheduling.fleet import report as fleet_report
 from sluice.scheduling.fleet import rows as fleet_rows
 from sluice.scheduling.fleet.fleet import Fleet, FleetSettings
-from sluice.scheduling.fleet.prefix import HELD
 from sluice.scheduling.fleet.state import ROW
 from tests.controller.fleet import decode_row, delta, free_row, hello, waiting_row
 
@@ -324,13 +323,6 @@ def test_a_silent_replica_ages_is_left_out_and_is_forgotten() -> None:
     assert list(mirror.replicas) == list(fleet.row_of) == ["b"]
 
 
-def test_a_stale_replica_returns_with_its_next_report() -> None:
-    mirror, fleet = known("a")
-    assert names_at(fleet, 5) == []
-    assert mirror.delta(delta("a", EPOCH, 1), now_s=6)
-    assert names_at(fleet, 6) == ["a"]
-
-
 def test_a_draining_replica_is_left_out_at_once() -> None:
     mirror, fleet = known("a", "b")
     assert names_at(fleet, 0) == ["a", "b"]
@@ -373,36 +365,6 @@ def test_the_row_of_a_replica_that_left_is_given_again_and_nothing_of_it_stays()
     assert fleet.row_of["c"] == row
     assert figure(fleet, "c", "TOKENS") == 0
     assert names_at(fleet, 0.2) == [fleet.ids[index] for index in sorted((row, fleet.row_of["b"]))]
-
-
-def holding(*chunks: tuple[int, int]) -> np.ndarray:
-    return np.array([(*chunk, 0) for chunk in chunks], HELD)
-
-
-def test_what_a_replica_holds_of_prompts_is_known_until_it_says_otherwise() -> None:
-    mirror, fleet = known("a", "b")
-    rows = np.array([fleet.row_of["a"], fleet.row_of["b"]])
-
-    def cached(*prefix: int) -> list[float]:
-        return fleet.cached_tokens(prefix, rows).tolist()
-
-    slots = np.array([0, 1], np.int32)
-    message = delta("a", EPOCH, 1)._replace(held_slots=slots, held=holding((7, 128), (8, 256)))
-    assert mirror.delta(message, now_s=0.1)
-    assert cached(7, 8, 9) == [256, 0]
-    assert cached(7) == [128, 0]
-    # One chunk goes, and a lost report is mended by the next hello.
-    gone = delta("a", EPOCH, 2)._replace(held_slots=slots[1:], held=holding((0, 0)))
-    assert mirror.delta(gone, now_s=0.2)
-    assert cached(7, 8, 9) == [128, 0]
-    assert not mirror.delta(delta("a", EPOCH, 4), now_s=0.3)
-    mirror.hello(hello("a", seq=5)._replace(held_slots=slots[1:], held=holding((9, 384))), 0.4)
-    assert cached(7, 8, 9) == [384, 0]
-    assert cached(7, 8) == [0, 0]
-    mirror.forget("a")
-    mirror.hello(hello("c"), now_s=0.5)
-    assert cached(7, 8, 9) == [0, 0]
-    assert cached() == [0, 0]
 
 
 class _Replica:

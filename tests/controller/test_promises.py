@@ -26,7 +26,6 @@ from sluice.controller.state.promises import (
     Reliability,
 )
 from sluice.protocol.messages import RequestEnding
-from sluice.scheduling.placement.calibration import PRIOR
 from sluice.scheduling.placement.loops import LoopEnding
 from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
@@ -209,18 +208,6 @@ async def site_of() -> Site:
     site = Site()
     await site.controller.hello(hello("a"))
     return site
-
-
-async def test_an_end_to_end_time_without_max_tokens_is_promised_on_an_idle_replica() -> None:
-    site = await site_of()
-    made = await site.ask(5.0)
-    assert made.tier is Tier.GUARANTEED
-    assert made.planned is not None
-    ttft_s, tpot_s, e2e_s = made.planned
-    assert ttft_s is not None and tpot_s is not None and e2e_s is None
-    # 512 tokens of some 4 ms.
-    assert ttft_s + 511 * tpot_s == pytest.approx((1.0 - PRIOR) * 5.0)
-    assert (await site.ask(0.002)).tier is Tier.BEST_EFFORT
 
 
 async def test_lengths_of_outputs_that_ended_move_the_decision() -> None:

@@ -212,7 +212,7 @@ async def test_a_probe_of_which_nothing_is_heard_makes_room_for_another(let_go: 
 async def test_a_probe_that_fails_sends_it_back_for_longer() -> None:
     fleet = await Fleet("a", "b").join()
     await fleet.fault("a")
-    open_s = MIN_OPEN_S
+    open_s, begun_s = MIN_OPEN_S, fleet.clock()
     for _ in range(8):
         await fleet.pass_s(open_s)
         assert (await fleet.place()).replica_id == "a"
@@ -221,6 +221,7 @@ async def test_a_probe_that_fails_sends_it_back_for_longer() -> None:
         open_s = min(2 * open_s, MAX_OPEN_S)
         told = (await fleet.told("a"))["quarantine"]
         assert (told["reason"], told["retry_in_ms"]) == ("failed", 1000 * open_s)
+        assert told["since_ms"] == pytest.approx(1000 * (fleet.clock() - begun_s), abs=1)
         await fleet.pass_s(open_s - 0.01)
         assert await fleet.places(3) == {"b"}
         await fleet.pass_s(0.01)

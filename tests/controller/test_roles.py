@@ -70,18 +70,6 @@ async def test_replicas_that_come_go_and_drain_are_counted_as_they_do() -> None:
     assert (await controller.load()).ready == 0
 
 
-async def test_requests_go_to_a_replica_that_came_and_to_none_that_drains() -> None:
-    controller, _ = make()
-    epoch = (await controller.hello(hello("a"))).epoch
-    await controller.route([query(key, 2_000) for key in range(3)])
-    await controller.hello(hello("b"))
-    (decision,) = (await controller.route([query(10)])).decisions
-    assert decision.replica_id == "b"
-    await controller.report(delta("b", epoch, 1, draining=True))
-    decisions = (await controller.route([query(20 + key) for key in range(5)])).decisions
-    assert {each.replica_id for each in decisions} == {"a"}
-
-
 async def test_demand_is_what_was_asked_for_and_what_decodes_take() -> None:
     controller, _ = make()
     await controller.hello(hello("a", [decode_row(key, 100) for key in range(4)]))
@@ -110,12 +98,6 @@ async def test_objectives_count_from_the_controllers_beginning() -> None:
     await controller.push_metrics(counted("router-2", 5.0, 5.0))
     load = await controller.load()
     assert (load.judged, load.attained) == (10, 9)
-
-
-MODES = {
-    "disaggregated": ("prefill", "decode"),
-    "both": ("mixed", "prefill", "decode"),
-}
 
 
 async def controller_of(*roles: Any) -> tuple[ObservedController, int]:
@@ -172,14 +154,6 @@ async def test_a_drained_or_lost_replica_is_in_no_pair() -> None:
     await controller.replica_gone(["decode"])
     assert (await placed(controller, split(4))).prefill_id is None
     assert (await reserved(controller))["decode"] == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_what_may_not_be_split_is_served_whole(mode: str) -> None:
-    controller, _ = await controller_of(*MODES[mode])
-    made = await placed(controller, query(1))
-    assert made.prefill_id is None
-    assert made.role == ("mixed" if mode == "both" else "decode")
 
 
 async def test_the_log_tells_both_sides_and_why() -> None:

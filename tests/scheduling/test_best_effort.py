@@ -151,22 +151,6 @@ def test_a_promised_prompt_takes_the_memory_of_the_one_that_loses_least() -> Non
     assert made.tokens_of["chat"] == 600
 
 
-def test_a_promised_prompt_takes_a_sequence() -> None:
-    views = [behind(decode(f"b{n}", context=100 - n)) for n in range(4)]
-    budget = BatchBudget(tokens=4_096, sequences=4, kv_blocks=500, block_tokens=16)
-    made = plan(*views, prefill("chat", 60, CHAT), budget=budget)
-    assert made.evicted_ids == ["b3"]
-    assert "chat" in made.tokens_of
-
-
-def test_a_promised_answer_that_grows_takes_memory() -> None:
-    growing = decode("growing", CHAT, context=32)
-    budget = BatchBudget(tokens=64, sequences=8, kv_blocks=0, block_tokens=16)
-    made = plan(growing, behind(decode("b", context=31)), budget=budget)
-    assert made.evicted_ids == ["b"]
-    assert made.entries == (("growing", 1),)
-
-
 def test_nothing_is_evicted_for_a_prompt_that_would_not_fit_all_the_same() -> None:
     running = decode("running", CHAT, context=160)
     held = behind(decode("held", context=160))

@@ -50,50 +50,12 @@ def fail(breaker: Breaker, *times_s: float, ended: int = 0) -> list[bool]:
     return found
 
 
-def test_one_stream_that_hangs_opens_it_unless_the_engine_makes_steps() -> None:
-    assert opened(ReplicaFault.HUNG).state is BreakerState.OPEN
-    breaker = Breaker()
-    assert not breaker.fault(ReplicaFault.HUNG, 0.0, stepping=True), "it counts as a failure"
-    assert fail(breaker, 1.0, 2.0) == [False, True]
-
-
 def test_failures_open_it_when_they_are_nearly_all_that_ends() -> None:
     assert fail(Breaker(), 0.0, 1.0, 2.0) == [False, False, True]
     assert fail(Breaker(), 0.0, 1.0, 2.0, ended=1) == [False, False, True]
     # Failures are among what ends; of more than that, others end well.
     assert fail(Breaker(), *range(20), ended=2) == [False] * 20
     assert fail(Breaker(), 0.0, 1.0, FAILURES_WITHIN_S + 0.5) == [False] * 3
-
-
-def test_what_a_replica_says_of_itself_holds_until_it_says_otherwise() -> None:
-    breaker = Breaker()
-    assert breaker.report(True, 0, 0.0)
-    assert not breaker.report(True, 0, 1.0)
-    breaker.advance(1_000.0)
-    assert (breaker.state, breaker.cause, breaker.due_s) == (
-        BreakerState.OPEN,
-        ReplicaFault.HUNG,
-        inf,
-    )
-    assert not breaker.report(False, 0, 1_000.0)
-    assert breaker.state is BreakerState.HALF_OPEN, "it is tried at once"
-    # A router saw it first: then, too.
-    breaker = opened()
-    assert not breaker.report(True, 0, 0.5)
-    breaker.advance(1_000.0)
-    assert breaker.state is BreakerState.OPEN
-
-
-def test_it_is_left_alone_for_longer_each_time_that_it_fails_again() -> None:
-    breaker = opened()
-    expected_s, now_s = MIN_OPEN_S, 0.0
-    for _ in range(12):
-        assert breaker.due_s == now_s + expected_s
-        assert breaker.since_s == 0.0, "it has been in fault since"
-        now_s = half_open(breaker)
-        assert breaker.fault(ReplicaFault.FAILED, now_s, stepping=True)
-        expected_s = min(2 * expected_s, MAX_OPEN_S)
-    assert expected_s == MAX_OPEN_S
 
 
 def test_a_closed_one_is_on_trial_until_requests_have_ended() -> None:

@@ -33,16 +33,6 @@ def tokens_at(ledger: Ledger, replica_id: str) -> list[float]:
     return [entry.new_tokens for entry in ledger.at(replica_id)]
 
 
-def test_a_reservation_counts_until_it_is_released() -> None:
-    ledger = Ledger(ttl_s=5)
-    assert ledger.reserve(1, made("a", 100)) == set()
-    assert ledger.reserve(2, made("a", 50)) == set()
-    assert tokens_at(ledger, "a") == [100, 50]
-    assert ledger.release([1, 99]) == {"a"}
-    assert tokens_at(ledger, "a") == [50]
-    assert ledger.release([1]) == set()
-
-
 def test_a_second_decision_for_a_request_moves_its_reservation() -> None:
     ledger = Ledger(ttl_s=5)
     ledger.reserve(1, made("a", 100))
@@ -52,25 +42,6 @@ def test_a_second_decision_for_a_request_moves_its_reservation() -> None:
     # Its age counts from the second decision.
     assert ledger.expire(5.5) == set()
     assert ledger.expire(6.0) == {"b"}
-
-
-def test_reservations_expire_at_their_age_and_not_before() -> None:
-    ledger = Ledger(ttl_s=5)
-    ledger.reserve(1, made("a"))
-    ledger.reserve(2, made("b", now_s=3))
-    assert ledger.expire(4.999) == set()
-    assert ledger.expire(5) == {"a"}
-    assert len(ledger) == 1
-    assert ledger.expired == 1
-
-
-def test_one_that_is_awaited_later_expires_later() -> None:
-    ledger = Ledger(ttl_s=5)
-    ledger.reserve(1, made("a", awaited_s=20))
-    ledger.reserve(2, made("b", awaited_s=-3))
-    assert ledger.expire(5) == {"b"}
-    assert ledger.expire(24.9) == set()
-    assert ledger.expire(25) == {"a"}
 
 
 def test_what_nobody_could_confirm_is_postponed() -> None:
@@ -102,15 +73,6 @@ def test_a_full_ledger_gives_up_the_one_that_would_expire_first() -> None:
     assert ledger.reserve(3, made("c", now_s=2)) == {"a"}
     assert 2 not in ledger
     assert len(ledger) == 2
-
-
-def test_a_replica_takes_its_reservations_with_it() -> None:
-    ledger = Ledger(ttl_s=5)
-    for key in range(4):
-        ledger.reserve(key, made("ab"[key % 2]))
-    assert ledger.drop_replica("a") == 2
-    assert ledger.drop_replica("a") == 0
-    assert [key for key in range(4) if key in ledger] == [1, 3]
 
 
 def test_impossible_values_are_refused() -> None:
@@ -436,36 +398,6 @@ def test_entries_move_together_and_stay_what_they_are() -> None:
     counts = [figure.QUEUED, figure.LENT_QUEUED]
     live = int(sum(fleet.figures[at, counts].sum() for at in fleet.row_of.values()))
     assert len(fleet.prefills) <= 16 * (live + 16 * len(fleet))
-
-
-def test_ageing_draining_and_leaving() -> None:
-    fleet = Fleet(FleetSettings(aged_after_s=1.0, stale_after_s=2.0))
-    fleet.report("old", report(), 0.0)
-    fleet.report("new", report(), 0.5)
-    old, new = fleet.row_of["old"], fleet.row_of["new"]
-
-    def willing(now_s: float) -> list[int]:
-        return list(map(int, fleet.candidates(now_s)))
-
-    assert willing(0.9) == sorted([old, new])
-    assert (willing(1.2), fleet.condition(old, 1.2)) == ([new], "aged")
-    # Where all are aged they are chosen; where all are stale nobody is.
-    assert willing(1.6) == sorted([old, new])
-    assert (willing(2.2), fleet.condition(old, 2.2)) == ([new], "stale")
-    assert willing(3.0) == []
-    fleet.report("old", report(draining=True), 3.0)
-    assert (willing(3.0), fleet.condition(old, 3.0)) == ([], "draining")
-    fleet.report("old", report(), 3.0)
-    fleet.report("new", report(), 3.0)
-    assert fleet.leave_out("new", until_s=3.5)
-    assert (willing(3.1), fleet.condition(new, 3.1)) == ([old], "gone")
-    assert willing(3.5) == sorted([old, new])
-    assert fleet.leave("old")
-    assert willing(3.5) == [new]
-    # Its row is given again, and nothing of it is left.
-    fleet.report("next", report(row(arrival_s=3.5), made_s=3.5), 3.5)
-    assert fleet.row_of["next"] == old
-    assert fleet.figures[old, figure.WAITING] == 1
 
 
 # Replicas that are closed.

@@ -64,13 +64,6 @@ def test_a_fit_recovers_the_model(truth: LatencyModel, noise: float) -> None:
     assert report.r2 > 0.99
 
 
-def test_a_roofline_fit_finds_both_lines() -> None:
-    model, _ = fit(steps(ROOFLINE, 600, 0.0), "roofline")
-    found = sorted(model.lines, key=lambda line: line[2])
-    assert found[0] == pytest.approx((1e-4, 0.0, 0.002), rel=1e-6, abs=1e-12)
-    assert found[1] == pytest.approx((1e-6, 0.0, 0.020), rel=1e-6, abs=1e-12)
-
-
 def test_a_roofline_fit_learns_the_price_of_draft_steps() -> None:
     rng = random.Random(3)
     samples = []

@@ -141,11 +141,6 @@ class TestGauges:
         assert load.kv_share == pytest.approx(0.5, abs=1e-3)
         assert load.decode_share == 0
 
-    def test_replicas_that_take_nothing_do_not_count(self) -> None:
-        fleet = fleet_of(report(), report(draining=True))
-        assert Demand().load(fleet, 0.0).ready == 1
-        assert Demand().load(fleet, 100.0).ready == 0
-
     def test_every_figure_is_a_finite_number(self) -> None:
         fleets = [
             fleet_of(),
@@ -233,15 +228,6 @@ def test_what_is_expected_before_a_document_is_kept_for_chats() -> None:
     assert chats().overtaking_s(1.0, np.array([0.1]), 1.2, 1.0) == pytest.approx(2 * 0.9 * 0.4)
     # One that is due half a second earlier sees half of them.
     assert chats().overtaking_s(1.0, np.array([0.1]), 0.7, 1.0) == pytest.approx(2 * 0.9 * 0.2)
-
-
-def test_nothing_is_kept_for_what_is_due_later_or_is_worth_no_more() -> None:
-    recent = chats()
-    assert recent.overtaking_s(1.0, np.array([0.1]), 0.2, 1.0) == 0
-    assert recent.overtaking_s(1.0, np.array([0.1]), 1.2, 10.0) == 0
-    assert recent.overtaking_s(1.0, np.array([0.01]), 1.2, 1.0) == 0
-    assert recent.overtaking_s(1.0, np.array([0.1]), inf, 1.0) == 0
-    assert RecentDemand().overtaking_s(1.0, np.array([0.1]), 1.2, 1.0) == 0
 
 
 def test_only_the_latest_requests_count_and_they_fade_in_silence() -> None:

@@ -11,7 +11,6 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.latency.model import LinearLatency
 from sluice.scheduling.placement.calibration import PRIOR, Calibration
-from sluice.scheduling.placement.output_lengths import OutputLengths
 from sluice.scheduling.placement.placer import Placer, shared_out
 from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.objective import SLO
@@ -25,22 +24,14 @@ STEP_S = MODEL.a + MODEL.work_s(1, 1_000)
 def placer(
     fleet: Fleet,
     admission: str = "moore_hodgson",
-    lengths: OutputLengths | None = None,
     calibration: Calibration | None = None,
 ) -> Placer:
     made = make_admission(admission)
-    return Placer(fleet, make_routing("least_tokens"), made, calibration, lengths)
+    return Placer(fleet, make_routing("least_tokens"), made, calibration)
 
 
 def query(slo: SLO, key: int = 1, prompt: int = 1_000, most: int = 0) -> RouteQuery:
     return RouteQuery(key, slo, prompt, tiers=PROMISE_ONLY, output_tokens=most)
-
-
-def of(*lengths: int) -> OutputLengths:
-    learned = OutputLengths()
-    for tokens in lengths:
-        learned.observe("standard", 0, tokens, ended=True)
-    return learned
 
 
 @pytest.mark.parametrize("admission", ["moore_hodgson", "pab", "slos_serve"])
@@ -65,17 +56,6 @@ def test_one_that_no_replica_can_hold_is_not_promised(admission: str, e2e_s: flo
     # With so few tokens the last of them could be.
     short = placer(fleet_of(report()), admission).place(query(SLO(e2e_s=e2e_s), most=20), 0.0)
     assert (short.tier is Tier.GUARANTEED) == (e2e_s == 3.0)
-
-
-def test_learned_lengths_move_the_decision() -> None:
-    asked = query(SLO(e2e_s=3.0))
-    assert placer(fleet_of(report())).place(asked, 0.0).tier is None
-    assert placer(fleet_of(report()), lengths=of(*[50] * 100)).place(asked, 0.0).planned
-    # One in twenty is long, and that is what a promise of 99 in 100 must hold.
-    mixed = of(*[*[50] * 19, 800] * 10)
-    assert mixed.of(RouteQuery(1, SLO(), 1)).mean < 100
-    assert placer(fleet_of(report()), lengths=mixed).place(asked, 0.0).tier is None
-    assert placer(fleet_of(report()), lengths=mixed).place(query(SLO(e2e_s=3.0), most=60), 0.0).tier
 
 
 def test_a_busy_replica_asks_to_come_back_where_an_idle_one_could_promise() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -104,16 +102,6 @@ def test_the_decode_of_a_prompt_that_is_late_begins_no_earlier_than_now(reported
     assert figure.capacity_s(fleet.figures[0], loads, now_s + 1.0) > 0.5
 
 
-def test_each_side_ends_by_the_report_of_its_own_replica() -> None:
-    fleet = roles("prefill", "decode")
-    placer(fleet).place(query(), 0.0)
-    fleet.confirm([1_001], "0")
-    assert 1_001 not in fleet.ledger
-    assert 1 in fleet.ledger
-    fleet.confirm([1], "1")
-    assert len(fleet.ledger) == 0
-
-
 def test_the_decode_side_is_kept_until_the_prompt_is_due() -> None:
     fleet = roles("prefill", "decode")
     slow = SLO(ttft_s=60.0, tpot_s=0.1)
@@ -188,19 +176,6 @@ def test_the_transfer_counts_in_the_promise() -> None:
     fleet = roles("mixed", "prefill", "decode")
     made = placer(fleet).place(query(slo=SLO(ttft_s=enough_s * 0.95), tiers=PROMISED), 0.0)
     assert made.role == "mixed"
-
-
-def test_one_that_is_drained_or_gone_is_in_no_pair() -> None:
-    leaves: list[Callable[[Fleet], object]] = [
-        lambda fleet: fleet.close("0"),
-        lambda fleet: fleet.leave_out("0", 10.0),
-        lambda fleet: fleet.report("0", report(role="prefill", draining=True), 0.0),
-    ]
-    for leave in leaves:
-        fleet = roles("prefill", "prefill", "decode")
-        leave(fleet)
-        for key in range(4):
-            assert placer(fleet).place(query(key + 1), 0.0).prefill_id == "1"
 
 
 def test_one_that_asks_again_and_goes_elsewhere_leaves_nothing_behind() -> None:

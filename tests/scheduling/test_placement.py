@@ -240,23 +240,6 @@ def test_the_nearest_first_guarantees_what_a_test_of_all_does(
 # Replicas in quarantine, and replicas that have failed the request.
 
 
-@pytest.mark.parametrize("admission", [*ADMISSIONS, None])
-def test_where_all_are_quarantined_they_serve_and_nothing_is_promised(
-    admission: str | None,
-) -> None:
-    fleet = fleet_of(report(), report())
-    fleet.quarantine("0")
-    placed = placer(fleet, admission).place(query(), 0.0)
-    assert (placed.replica_id, placed.tier) == ("1", Tier.GUARANTEED if admission else None)
-    fleet.quarantine("1")
-    least_bad = placer(fleet, admission).place(query(key=2), 0.0)
-    assert least_bad.reason == PLACED
-    if admission is not None:
-        assert least_bad.tier is Tier.BEST_EFFORT
-        refused = placer(fleet, admission).place(query(key=3, tiers=PROMISED), 0.0)
-        assert (refused.reason, refused.retry_after_s is None) == (UNATTAINABLE, False)
-
-
 @pytest.mark.parametrize("asked", [query(), query(SLO()), query(tiers=BEST_EFFORT)])
 @pytest.mark.parametrize("admission", ["moore_hodgson", None])
 def test_one_to_be_tried_gets_the_next_request(asked: RouteQuery, admission: str | None) -> None:
@@ -313,17 +296,6 @@ def test_a_role_that_is_quarantined_whole_is_as_if_it_were_not_there() -> None:
     fleet.quarantine("1")
     placed = placer(fleet).place(query()._replace(prefill_key=9), 0.0)
     assert (placed.replica_id, placed.prefill_id) == ("0", None)
-
-
-def test_quarantined_replicas_are_no_capacity() -> None:
-    fleet = fleet_of(report(), report(row(prompt=4_000)))
-    placing = placer(fleet)
-    for untried in (True, False):
-        fleet.quarantine("1", untried)
-        load = placing.demand.load(fleet, 0.0)
-        assert (load.ready, load.ongoing) == (1.0, 0.0)
-    fleet.quarantine("0")
-    assert placing.demand.load(fleet, 0.0).ready == 0.0, "although requests go there"
 
 
 # Margins.

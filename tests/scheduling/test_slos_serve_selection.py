@@ -187,50 +187,6 @@ def test_more_time_blocks_or_places_never_admit_less(seed: int) -> None:
     assert worth(new, promised.beside(more), given_) <= before
 
 
-def test_one_request_is_one_test_whether_it_can_be_held() -> None:
-    # 0.3 s of prefill beside decodes that take 40 % of each second, after a step's fixed time:
-    # 10 ms of 50 ms batches are fixed. That leaves 0.4 of each second.
-    decodes = demand(*[(0, 0, 0.05, 0.002)] * 10)
-    given_ = supply(fixed_s=0.01)
-    needed_s = 0.01 + 0.3 / 0.4
-    assert admissible(demand((needed_s + 0.001, 0.3, inf, 0)), decodes, given_).all()
-    assert not admissible(demand((needed_s - 0.001, 0.3, inf, 0)), decodes, given_).any()
-
-
-def test_a_request_whose_decode_could_not_be_held_is_declined_however_late_it_is_due() -> None:
-    decodes = demand(*[(0, 0, 0.05, 0.002)] * 19)
-    given_ = supply(fixed_s=0.01)
-    # 10 ms fixed and 19 decodes of 2 ms are 48 of 50 ms: one more fits, two do not.
-    new = demand(*[(1_000, 0.1, 0.05, 0.002)] * 2)
-    assert admissible(new, decodes, given_).sum() == 1
-
-
-def test_a_decode_that_cannot_wait_for_every_other_batch_runs_in_each() -> None:
-    # 80 ms do not hold two batches of 50 ms. Where no token may use what earlier ones saved, such
-    # a decode runs each 50 ms: ten of them and the one that sets the pace take 22 ms of them.
-    decodes = demand((0, 0, 0.05, 0.002), *[(0, 0, 0.08, 0.002)] * 10)
-    new = demand((1.0, 0.56, inf, 0))
-    assert admissible(new, decodes, supply(anchor=Anchor.LAST_TOKEN)).all()
-    assert not admissible(demand((1.0, 0.57, inf, 0)), decodes, supply()).any()
-    # In the mean they need 2 of 50 and 20 of 80 ms.
-    assert admissible(demand((1.0, 0.70, inf, 0)), decodes, supply(anchor=Anchor.FIRST_TOKEN)).all()
-
-
-def test_priorities_are_values() -> None:
-    # Either the one of priority 3, or both others.
-    new = demand((1.0, 1.0, inf, 0), (1.0, 0.5, inf, 0), (1.0, 0.5, inf, 0))
-    assert admissible(new, NOBODY, supply()).tolist() == [False, True, True]
-    new = new._replace(value=np.array([3.0, 1.0, 1.0]))
-    assert admissible(new, NOBODY, supply()).tolist() == [True, False, False]
-
-
-def test_a_late_promise_is_not_made_later_and_forbids_nothing_else() -> None:
-    late = demand((-0.5, 0.4, inf, 0))
-    assert admissible(demand((1.0, 0.5, inf, 0)), late, supply()).all()
-    # It is due before the late one is done, but it would have to wait behind it.
-    assert not admissible(demand((0.3, 0.1, inf, 0)), late, supply()).any()
-
-
 def test_what_is_admitted_fits_the_memory_to_the_block() -> None:
     new = demand(*[(10, 0.01, inf, 0)] * 8, blocks=125)
     assert admissible(new, NOBODY, supply(blocks=1_000)).all()

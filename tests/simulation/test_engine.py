@@ -82,25 +82,6 @@ def step_s(new: int, computed: int, model: LinearLatency = MODEL) -> float:
     return model.a + work + model.d * new * (computed + new / 2)
 
 
-def test_one_request_takes_the_time_of_its_chunks_and_steps() -> None:
-    config = EngineConfig(max_batch_tokens=2_000)
-    result = simulate(workload((1.0, 5_000, 4)), make_policy("fcfs"), EXACT, config=config)
-    chunks = [(2_000, 0), (2_000, 2_000), (1_000, 4_000)]
-    times = [1.0 + sum(step_s(*chunk) for chunk in chunks)]
-    for computed in (5_000, 5_001, 5_002):
-        times.append(times[-1] + step_s(1, computed))
-    assert result.requests.emitted_s == pytest.approx(times)
-    assert result.steps == (6,)
-    assert result.computed_tokens == 5_003
-
-
-def test_two_prompts_share_a_step_and_then_decode_together() -> None:
-    result = simulate(workload((0.0, 100, 2), (0.0, 300, 2)), make_policy("fcfs"), EXACT)
-    first = MODEL.a + sum(step_s(n, 0) - MODEL.a for n in (100, 300))
-    second = first + MODEL.a + sum(step_s(1, n) - MODEL.a for n in (100, 300))
-    assert result.requests.emitted_s == pytest.approx([first, second, first, second])
-
-
 @settings(max_examples=examples(150))
 @given(
     load=st.one_of(workloads, families()),
@@ -198,22 +179,6 @@ def test_an_engine_that_can_run_nothing_says_so() -> None:
     engine.counters[FREE_BLOCKS] = 0
     with pytest.raises(StuckError, match=r"1 requests are live at 0\.000 s, 0 KV blocks are free"):
         engine.begin(0.0)
-
-
-def test_the_last_admitted_request_loses_its_blocks_and_is_computed_again() -> None:
-    # Twelve blocks of 16: two prompts of five blocks fit, and their growth does not.
-    load = workload((0.0, 80, 40), (0.0, 80, 40))
-    config = EngineConfig(kv_blocks=12, max_batch_tokens=200)
-    result = simulate(load, make_policy("fcfs"), EXACT, config=config)
-    times = result.requests.emitted_s
-    assert result.preemptions == 1
-    # Both have 97 tokens in 7 blocks when the pool is empty; the second loses 96 computed ones.
-    assert result.recomputed_tokens == 96
-    gaps = np.diff(times[40:])
-    assert np.diff(times[:40]).max() < 2 * step_s(1, 200), "the first is not held up"
-    # The second waits until the first has ended, and keeps what it had emitted.
-    pause = int(np.argmax(gaps))
-    assert times[40 + pause + 1] > times[39] > times[40 + pause]
 
 
 def test_what_policies_see_follows_the_engine() -> None:

@@ -117,17 +117,6 @@ def test_a_reservation_counts_until_its_replica_reports_the_request_or_it_expire
     assert 9 not in mirror.fleet.ledger
 
 
-def test_a_second_decision_for_a_request_ends_the_first() -> None:
-    engine, now_s = loaded_engine()
-    mirror = make_mirror()
-    for name in ("one", "two"):
-        mirror.register(name, [], sent(engine, now_s, received=0), now_s)
-    assert [mirror.place(query(50), now_s).replica_id for _ in range(2)] == ["one", "two"]
-    assert mirror.fleet.figures[:2, figure.RESERVED].tolist() == [0, 1]
-    mirror.forget("two")
-    assert len(mirror.fleet.ledger) == 0
-
-
 def test_silent_and_draining_replicas_get_nothing_while_others_are_there() -> None:
     engine, now_s = loaded_engine()
     mirror = make_mirror()
@@ -147,16 +136,6 @@ def test_silent_and_draining_replicas_get_nothing_while_others_are_there() -> No
     assert chosen() == {None}
     mirror.receive("one", sent(engine, later_s), later_s)
     assert chosen() == {None}, "a forgotten replica does not come back by a late report"
-
-
-def test_the_budget_is_that_of_the_corrected_model() -> None:
-    engine, now_s = loaded_engine()
-    mirror = make_mirror()
-    mirror.register("fast", [], sent(engine, now_s), now_s)
-    mirror.register("slow", [], sent(engine, now_s, latency=MODEL.corrected(2.0)), now_s)
-    mirror.place(query(50, 1), now_s)
-    fast, slow = mirror.fleet.budgets_s(np.arange(2), now_s)
-    assert slow < fast
 
 
 def test_what_replicas_hold_of_a_prompt_follows_their_reports() -> None:
