@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.experiments import EXPERIMENTS, autoscaling, disaggregation
+from sluice.benchmarks.experiments import EXPERIMENTS, autoscaling, consent, disaggregation
 from sluice.benchmarks.experiments.autoscaling import (
     OURS,
     Scaling,
@@ -746,3 +746,23 @@ def test_a_cell_holds_where_four_fifths_are_promised(
 ) -> None:
     assert moments(of_clients(returns, held)).rows[0][4] == verdict
     assert costs(of_clients(returns, held)).rows[0][-1] == "0.990"
+
+
+def test_a_degraded_answer_counts_by_its_own_objective_and_by_the_first_one() -> None:
+    span = Span(6.0, 20, 60)
+    found = {
+        (accepts, engines): consent.measure(1_001, 1.5, accepts, engines, span)
+        for accepts, engines in (
+            *((consent.NONE, 1), (consent.TIMES, 1), (consent.ALL, 1)),
+            (consent.MODEL, 2),
+        )
+    }
+    nothing, longer = found[consent.NONE, 1], found[consent.TIMES, 1]
+    assert nothing["degraded"] == 0 and nothing["whole"] == nothing["in_time"]
+    assert 0 < longer["degraded"] < longer["in_time"]
+    assert longer["whole"] >= longer["in_time"] - longer["degraded"] - 1e-9
+    of_all = found[consent.ALL, 1]
+    assert of_all["degraded"] == of_all["in_time"] > of_all["whole"]
+    smaller = found[consent.MODEL, 2]
+    assert smaller["whole"] + smaller["degraded"] == pytest.approx(smaller["in_time"])
+    assert smaller["degraded"] > 0
