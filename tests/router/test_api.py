@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr, ValidationError
 from ray.serve._private.common import DeploymentID
@@ -33,6 +35,7 @@ from sluice.router.serve.contract import ReplicaFailedError
 from sluice.router.serve.replicas import failure_of
 from sluice.router.tenancy.limits import NO_CAPS
 from sluice.scheduling.request.objective import SLO
+from tests.examples import examples
 from tests.router.far_side import (
     CHAT_BODY,
     COMPLETION_BODY,
@@ -685,6 +688,37 @@ async def test_a_stream_is_measured_as_its_bytes_leave() -> None:
     assert edge.sample("sluice_tdg_gain_total", **worth, tokens="first") == 2
     assert edge.sample("sluice_tdg_gain_total", **worth, tokens="later") == 4
     assert edge.sample("sluice_tpot_seconds_sum", **{"class": "standard"}) == pytest.approx(0.01)
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+_KEYS = st.sampled_from(
+    ["model", "messages", "prompt", "stream", "n", "max_tokens", "slo", "service_tier", "tools"]
+)
+
+
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
+@given(
+    changes=st.dictionaries(_KEYS, _VALUES, max_size=3),
+    path=st.sampled_from(list(ENDPOINTS)),
+    headers=st.dictionaries(
+        st.sampled_from(["x-slo-ttft-ms", "x-slo-priority", "x-slo-class", "x-llm-d-slo-tpot-ms"]),
+        st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=8),
+    ),
+)
+async def test_no_body_and_no_header_makes_a_5xx(
+    changes: dict[str, Any], path: str, headers: dict[str, str]
+) -> None:
+    edge = Edge(FarSide(a=serve))
+    content = json.dumps({**ENDPOINTS[path], **changes}).encode()
+    headers = JSON | {name: value.strip() for name, value in headers.items()}
+    async with edge.client() as client:
+        response = await client.post(path, content=content, headers=headers)
+    assert response.status_code < 500
+    assert len(edge.side.calls) == (response.status_code == 200)
 
 
 async def test_a_path_with_a_slash_at_its_end_is_the_one_without() -> None:
