@@ -308,9 +308,8 @@ class ControllerClient:
         waits: Callable[[], Sequence[FirstTokenWait]],
         missing: Callable[[Sequence[int]], None],
     ) -> None:
-        """With each sync ask about ``waits``: ``missing`` gets the keys of the
-        requests of ``waits`` (at most ``MAX_WAITS``) predicted to miss their TTFT. Neither
-        callback may block."""
+        """With each sync ask about ``waits``: ``missing`` gets the keys of those (of at most
+        ``MAX_WAITS``) that are predicted to miss their TTFT. Neither callback may block."""
         self._waits, self._missing = waits, missing
         self._is_router = True
 

@@ -186,7 +186,7 @@ class StopSignals:
         return self.is_set()
 
     def on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """A handler."""
+        """Count one: a handler for ``signal.signal``."""
         self._count += 1
 
 
