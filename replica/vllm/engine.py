@@ -61,6 +61,7 @@ from sluice.replica.vllm.serving import (
     event_bytes,
     is_plain,
     refused,
+    stream_error,
     template_of,
     whole_response,
     with_upload,
@@ -465,7 +466,7 @@ class VllmEngine:
         self, endpoint: Endpoint, body: Any, response: Any, call: ApiCall
     ) -> AsyncIterator[ResponseItem]:
         """vLLM's server-sent events. They begin before the engine is asked, so a response whose
-        constraint may be refused waits for it."""
+        constraint may be refused waits for it. A refusal in place of the first has its status."""
         begun = False
         constrained = any(getattr(body, n, None) for n in ("text", "structured_outputs", "tools"))
         early: list[Any] = []
@@ -475,8 +476,9 @@ class VllmEngine:
                     # What follows is vLLM's own description of the failure.
                     self._raise_if_dead(call.failure)
                 if not begun:
-                    if call.refusal is not None:
-                        for item in _refusal(call.refusal, endpoint)[:2]:
+                    refusal = call.refusal or stream_error(event)
+                    if refusal is not None:
+                        for item in _refusal(refusal, endpoint)[:2]:
                             yield item
                         return
                     early.append(event)

@@ -158,9 +158,8 @@ def refused(error: Any) -> RequestError:
 def event_bytes(event: Any, endpoint: Endpoint) -> bytes:
     """A server-sent event in bytes, from text (chats, completions) or an object (responses)."""
     if isinstance(event, str):
-        if event.startswith(_STREAM_ERRORS):
-            return _error_bytes(event, endpoint)
-        return event.encode()
+        error = stream_error(event)
+        return event.encode() if error is None else error_event(endpoint, error.document(endpoint))
     status = event.response.status if event.type == "response.completed" else ""
     if status in ("incomplete", "failed"):
         # vLLM ends every response with the same event; clients go by its type.
@@ -214,11 +213,14 @@ def is_plain(endpoint: Endpoint, serving: Serving, body: Any) -> bool:
     return plain and bool(body.stream) and body.n in (None, 1)
 
 
-def _error_bytes(event: str, endpoint: Endpoint) -> bytes:
+def stream_error(event: Any) -> RequestError | None:
+    """The error with which vLLM ends a stream of text, if ``event`` is one."""
+    if not (isinstance(event, str) and event.startswith(_STREAM_ERRORS)):
+        return None
     given = json.loads(event.partition("data: ")[2])["error"]
-    status = int(given.get("code") or 500)
-    error = RequestError(given["message"] or _FAILED, given.get("param"), status)
-    return error_event(endpoint, error.document(endpoint))
+    return RequestError(
+        given["message"] or _FAILED, given.get("param"), int(given.get("code") or 500)
+    )
 
 
 def whole_response(endpoint: Endpoint, request: Any, response: Any) -> tuple[str, bytes]:

@@ -520,6 +520,8 @@ async def test_each_choice_has_its_own_row_and_the_first_the_requests_key(engine
         ("completions", {"vllm_xargs": {"sluice_id": "x"}}, 400, "sluice_id"),
         ("completions", {"vllm_xargs": 3}, 400, "vllm_xargs"),
         ("completions", {"use_beam_search": True}, 400, "Beam search"),
+        ("chat", {"logit_bias": {"9999999": 1}, "stream": True}, 400, "logit_bias"),
+        ("completions", {"allowed_token_ids": [], "stream": True}, 400, "allowed_token_ids"),
     ],
 )
 async def test_mistakes_get_openai_errors(engine, endpoint, body, status, named):

@@ -61,6 +61,7 @@ LISTED: Final = (
     Listed("null", "None", "^status: 200, stock (400|500|broken)"),
     Listed("cut responses", "/v1/responses ", "response.incomplete, stock response.completed"),
     Listed("bounds", "'n': 17", "^status: 400, stock 200"),
+    Listed("refused streams", "'stream': True", "^status: 4.., stock 200: .*error"),
     Listed(
         "refused fields",
         "'(use_beam_search|request_id|priority|kv_transfer_params|previous_response_id|thread)'",

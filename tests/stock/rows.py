@@ -145,6 +145,8 @@ _OPENAI: list[dict[str, Any]] = [
     {"stream_options": {"include_usage": True}},
     {"stream": True, "temperature": "hot"},
     {"stream": True, "model": "unknown"},
+    {"stream": True, "allowed_token_ids": []},
+    {"stream": True, "structured_outputs": {"regex": "("}},
     {"prompt_cache_key": "k" * 600},
     {"add_special_tokens": False},
     {"n": 17, "temperature": 1},
