@@ -81,7 +81,8 @@ class Watchdog:
         self._pulse: asyncio.Task[None] | None = None
 
     def look(self, state: EngineState | None = None) -> bool:
-        """Whether the engine is stalled; ``state`` if just read. ``O(live requests)``."""
+        """Whether the engine is stalled; ``state`` if just read. ``O(live requests)`` where it has
+        made no step for ``hung_after_s``."""
         now_s = self._clock()
         if now_s - self._looked_s > OWN_GAP_S:
             self._not_before_s = now_s
@@ -91,17 +92,20 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             self._summary = (state or self._engine.state()).summary
         stepped_s = float(self._summary["updated_s"])
-        waits_s = self._engine.waits_since_s()
         if self._still_since_s is not None:
             if stepped_s > before_s:
                 self._recovered("it has made a step")
-            elif waits_s is None and self._pulse is None:
+            elif self._pulse is None and self._engine.waits_since_s() is None:
                 self._pulse = asyncio.create_task(self._probe(), name="pulse")
-        elif waits_s is not None:
-            since_s = max(waits_s, stepped_s, self._not_before_s)
-            if now_s - since_s > self._patience_s():
-                logger.warning("engine stalled: no step for %.1f s", now_s - since_s)
-                self._still_since_s = since_s
+            return self._still_since_s is not None
+        since_s = max(stepped_s, self._not_before_s)
+        if now_s - since_s <= self._hung_after_s:
+            return False
+        waits_s = self._engine.waits_since_s()
+        if waits_s is not None and now_s - max(since_s, waits_s) > self._patience_s():
+            since_s = max(since_s, waits_s)
+            logger.warning("engine stalled: no step for %.1f s", now_s - since_s)
+            self._still_since_s = since_s
         return self._still_since_s is not None
 
     def check(self) -> None:
