@@ -115,6 +115,9 @@ answers them."""
 EVENT_STREAM = "text/event-stream"
 """Media type of a streamed response's head."""
 
+UNABLE = 501
+"""Status of an engine that cannot give what its cache has of a prompt."""
+
 
 def request_key(request_id: str) -> int:
     """The request's 63-bit key in state tables and controller messages."""
@@ -182,10 +185,11 @@ class EngineRequest:
 
     With ``prefill_only`` the response is a head and a tail with a ``KVHandle``, or a refusal;
     the engine first stops its request ``kv_of_request``, which has most of the KV, without a
-    tail. The prompt is recomputed if ``kv_handle`` cannot be fetched. ``resume`` is what the
-    client has already; ``resumable`` chunks say which tokens they carry. With ``confirm`` the
-    first item is a ``ResponseTaken``. ``direct_patience_s``: the replica sends the stream to the
-    client, and gives up when nothing is read for that many seconds; ``None``: the caller gets it.
+    tail. With ``cached_only`` it gives what its cache has of the prompt. The prompt is recomputed
+    if ``kv_handle`` cannot be fetched. ``resume`` is what the client has already; ``resumable``
+    chunks say which tokens they carry. With ``confirm`` the first item is a ``ResponseTaken``.
+    ``direct_patience_s``: the replica sends the stream to the client, and gives up when nothing is
+    read for that many seconds; ``None``: the caller gets it.
 
     ``tenant`` is a 63-bit hash; best-effort tenants take turns by ``weight`` (> 0). ``rank`` is
     of the engine with data parallelism; ``None``: the replica chooses. ``turn``: ``None`` for a
@@ -210,6 +214,7 @@ class EngineRequest:
     direct_patience_s: float | None = None
     promised: bool = False
     kv_of_request: str = ""
+    cached_only: bool = False
     rank: int | None = None
     turn: Turn | None = None
     client: str = ""

@@ -203,9 +203,10 @@ class EngineConfig(BaseModel):
     )
     transfer: TransferConfig | None = Field(
         default=None,
-        description="KV transfer between engines: of prompts, and of running streams, which move "
-        "to another replica when theirs is drained or stopped, or too slow. Default: off; with "
-        "prefill and decode pools, on with the defaults below.",
+        description="KV transfer between engines: of prompts, of what is cached of a session's "
+        "prompt, and of running streams, which move to another replica when theirs is drained or "
+        "stopped, or too slow. Default: off; with prefill and decode pools, on with the defaults "
+        "below.",
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict,

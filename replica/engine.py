@@ -140,13 +140,15 @@ TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 """vLLM's fields that say where an engine fetches KV, or which KV it gives away. A client that could
 set them could make an engine connect anywhere, or take the prompt of another client."""
 
+NOT_GIVEN = "This engine gives nothing of what its cache has of a prompt."
+
 
 def check_transfer(request: EngineRequest) -> None:
     """Check the KV transfer fields of a request. Raises RequestError: it sets a field that only
     engines may set, or asks for KV but is not one prompt with one answer."""
     refuse_transfer_fields(request.body)
     if not request.prefill_only:
-        if request.kv_of_request:
+        if request.kv_of_request or request.cached_only:
             raise RequestError("Only a request for its prompt hands KV over.", None)
         return
     prompt = request.body.get("prompt")

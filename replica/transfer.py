@@ -262,7 +262,8 @@ DIGEST_BYTES = 16
 
 class Offer(NamedTuple):
     """KV kept for another engine: address of each worker by tensor-parallel rank, digest of model
-    and memory layout, handle, and the prompt's tokens and ``prompt_digest``."""
+    and memory layout, handle, and the tokens and the ``prompt_digest`` of the prompt, or of the
+    beginning that was cached."""
 
     addresses: tuple[tuple[str, int], ...]
     layout: bytes
@@ -304,9 +305,9 @@ class Offer(NamedTuple):
         return Source(host, port, self.layout, self.handle)
 
 
-def prompt_digest(request: Any) -> bytes | None:
-    """Digest of what a prompt's KV depends on besides the model: tokens, adapter, cache salt.
-    ``None``: also on images or embeddings, and not transferred."""
+def prompt_digest(request: Any, tokens: int | None = None) -> bytes | None:
+    """Digest of what the KV of a prompt, or of its first ``tokens``, depends on besides the model:
+    tokens, adapter, cache salt. ``None``: also on images or embeddings, and not transferred."""
     if request.prompt_token_ids is None or getattr(request, "mm_features", None):
         return None
     if getattr(request, "prompt_embeds", None) is not None:
@@ -315,7 +316,7 @@ def prompt_digest(request: Any) -> bytes | None:
     lora = request.lora_request
     for part in (request.cache_salt, None if lora is None else lora.lora_name):
         digest.update(repr(part).encode())
-    digest.update(array("q", request.prompt_token_ids).tobytes())
+    digest.update(array("q", request.prompt_token_ids[:tokens]).tobytes())
     return digest.digest()
 
 

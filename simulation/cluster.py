@@ -404,6 +404,7 @@ class Cluster:
         self.events = Events()
         self.moved = 0
         self.split = 0
+        self.fetched = 0
         self.ended = 0
         self._requests = requests
         self._config = config
@@ -572,6 +573,9 @@ class Cluster:
         if placed.prefill_id is not None:
             source = self._named[placed.prefill_id]
             deliver = partial(self._prefill, source, target, key, placed.kv_transfer_s)
+        elif placed.kv_from is not None:
+            source = self._named[placed.kv_from]
+            deliver = partial(source.give_cached, partial(self._fetch, source, target, key))
         self.events.after(self._config.dispatch_s, deliver)
 
     def _refused(self, key: int, retry_after_s: float | None) -> None:
@@ -628,6 +632,7 @@ class Cluster:
             tenant=requests.arrivals[key].tenant,
             weight=requests.arrivals[key].weight,
             client_request_id=str(key),
+            fetches_kv=self._config.fetch and turn is not None and turn.session > 0,
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:
@@ -716,6 +721,24 @@ class Cluster:
         elif source.prefill(key, kv_transfer_s):
             self._targets[key] = target
         else:
+            self._end(key, TOO_LONG)
+
+    def _fetch(self, source: VirtualReplica, target: VirtualReplica, key: int) -> None:
+        """``source`` has given ``target`` what it has cached of a prompt, if it has any."""
+        cache, own = source.engine.cache, target.engine.cache
+        tokens = cache.cached(key) if cache is not None and source.alive else 0
+        missing = tokens - (own.cached(key) if own is not None else 0)
+        if missing <= 0:
+            self._deliver(target, key)
+            return
+        seconds = self._config.transfer_s + missing / self._config.transfer_tokens_per_s
+        self.events.after(seconds, partial(self._fetched, target, key, tokens, seconds))
+
+    def _fetched(self, target: VirtualReplica, key: int, tokens: int, seconds: float) -> None:
+        self.fetched += 1
+        if not target.alive:
+            self._lost(target, key)
+        elif not target.take_over(key, tokens, seconds):
             self._end(key, TOO_LONG)
 
     def _send(self, source: VirtualReplica, target: VirtualReplica, key: int) -> None:
@@ -825,6 +848,7 @@ def simulate_cluster(
         moved=run.moved,
         split=run.split,
         migrated=run.migrations.done,
+        fetched=run.fetched,
         drains_s=tuple(r.drained_s for r in run.replicas.started if r.drained_s is not None),
         starting_s=sum(scaler.started_s(end_s) for scaler in run.scalers),
         sizes=sizes,

@@ -129,8 +129,10 @@ class ClusterConfig(_Config):
     """Most requests in flight, while others wait in the router by llm-d's rule
     (``program_queue``); 0: none waits there."""
     transfer_s: Seconds = 0.001
-    """Fixed time of a KV transfer between P/D replicas."""
+    """Fixed time of a KV transfer between replicas."""
     transfer_tokens_per_s: Interval = 200_000.0
+    fetch: bool = False
+    """A session's turn that is placed elsewhere than its prefix may fetch that from there."""
     migrate: bool = False
     """Running streams move with their KV: from a replica that leaves, and from one where they are
     predicted to miss a promise."""

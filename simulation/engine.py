@@ -331,6 +331,10 @@ class PrefixCache:
         """What computing a block takes, by which sessions' blocks are kept."""
         self._kept.price(latency, self._tokens)
 
+    def cached(self, key: int) -> int:
+        """Tokens of a prompt that it has."""
+        return self._hits(key) * self._tokens
+
     @property
     def held(self) -> frozenset[int]:
         """The hashes that it has, in use or not."""
@@ -530,14 +534,15 @@ class VirtualEngine:
         self._enter(key, row, private)
         return True
 
-    def take_over(self, key: int) -> bool:
-        """Queue a request with its KV; the last token is computed again. ``False``: cannot run."""
+    def take_over(self, key: int, tokens: float = inf) -> bool:
+        """Queue a request with the KV of its first ``tokens``; the last of all is computed again.
+        ``False``: cannot run."""
         requests = self._requests
         if requests.whole_tokens(key) > self.config.kv_tokens:
             return False
-        row = requests.rows[key].copy()
-        row[COMPUTED] = requests.context_tokens(key) - 1
-        row[PENDING] = 1.0
+        row, context = requests.rows[key].copy(), requests.context_tokens(key)
+        row[COMPUTED] = min(tokens, context - 1)
+        row[PENDING] = context - row[COMPUTED]
         self._enter(key, row, requests.private[key], brought=True)
         return True
 

@@ -87,6 +87,8 @@ class VirtualReplica:
         self._waking = False
         self._kept = 0
         self._giving: dict[int, Callable[[], None]] = {}
+        # Number of steps, and what is to be called after them.
+        self._asked: list[tuple[int, Callable[[], None]]] = []
         self._transfers = NO_TRANSFERS
         self._made_s = self._stepped_s = events.now_s
         self._timer = 0
@@ -102,10 +104,11 @@ class VirtualReplica:
         return self._took(key + PREFILL_KEYS, self.engine.prefill(key, kv_transfer_s))
 
     def take_over(self, key: int, tokens: int, seconds: float) -> bool:
-        """Take a request with KV that took ``seconds`` to transfer; ``False``: it can never run."""
+        """Take a request with the KV of its first ``tokens``, which took ``seconds`` to transfer;
+        ``False``: it can never run."""
         count, all_seconds, all_tokens = self._transfers
         self._transfers = Transfers(count + 1, all_seconds + seconds, all_tokens + tokens)
-        return self._took(key, self.engine.take_over(key))
+        return self._took(key, self.engine.take_over(key, tokens))
 
     def _took(self, key: int, accepted: bool) -> bool:
         self.given.append(key)
@@ -136,6 +139,22 @@ class VirtualReplica:
         """Stop a request at the step's end and call ``then``, unless it has ended."""
         self._giving[key] = then
 
+    def give_cached(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once a step can have given what is cached: at the end of the one after that
+        under way."""
+        self._asked.append((2 if self._stepping else 0, then))
+        if not self._stepping:
+            self._give()
+
+    def _give(self) -> None:
+        """A step has ended, or this replica has."""
+        asked, self._asked = self._asked, []
+        for steps, then in asked:
+            if steps > 1 and self.alive and self.engine.live:
+                self._asked.append((steps - 1, then))
+            else:
+                then()
+
     def keep(self, tokens: int) -> int:
         """Hold the KV of ``tokens`` that is being sent away; return how many blocks that is."""
         blocks = self.engine.hold(-(-tokens // self.engine.config.block_tokens))
@@ -158,6 +177,7 @@ class VirtualReplica:
     def _end(self) -> None:
         self.alive = False
         self.ended_s = self._events.now_s
+        self._give()
 
     def _wake(self) -> None:
         """Begin a step once all that comes at this moment is there."""
@@ -193,6 +213,7 @@ class VirtualReplica:
         for key, then in giving.items():
             if self.engine.withdraw(key):
                 then()
+        self._give()
         if self.engine.live:
             self._begin()
         self._leave_if_done()

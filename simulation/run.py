@@ -30,9 +30,9 @@ class Result:
     ``busy_s``, ``up_s``, ``starting_s`` are sums over engines (the last before they serve);
     ``recomputed_tokens`` had been computed or cached, and lost; ``fallbacks``: steps left empty by
     the policy; ``dropped``: planned entries that could not run; ``moved``: placements after a
-    failure; ``split``: KV taken over from a prefill replica; ``migrated``: streams; ``sizes``:
-    wanted replicas by role, empty where fixed; ``loops``: those with a deadline that ended;
-    ``learned``: each engine's latency model at the end, without head-room."""
+    failure; ``split``: KV taken over from a prefill replica; ``migrated``: streams; ``fetched``:
+    prefixes of turns; ``sizes``: wanted replicas by role, empty where fixed; ``loops``: those with
+    a deadline that ended; ``learned``: each engine's latency model at the end, no head-room."""
 
     requests: Requests
     end_s: float
@@ -51,6 +51,7 @@ class Result:
     moved: int = 0
     split: int = 0
     migrated: int = 0
+    fetched: int = 0
     drains_s: tuple[float, ...] = ()
     starting_s: float = 0.0
     sizes: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)

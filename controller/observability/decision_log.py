@@ -93,7 +93,12 @@ class DecisionLog:
             "replica_id": decision.replica_id,
             "role": None if decision.replica_id is None else decision.role,
             "prefill_id": decision.prefill_id,
-            "kv_transfer_ms": None if decision.prefill_id is None else _ms(decision.kv_transfer_s),
+            "kv_from": decision.kv_from,
+            "kv_transfer_ms": (
+                None
+                if decision.prefill_id is None and decision.kv_from is None
+                else _ms(decision.kv_transfer_s)
+            ),
             "predicted_ttft_ms": _ms(decision.predicted_ttft_s),
             "retry_after_ms": _ms(decision.retry_after_s),
             "took_ms": _ms(entry.took_s),

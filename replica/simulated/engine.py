@@ -15,6 +15,7 @@ from typing import Any
 from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import (
     EVENT_STREAM,
+    UNABLE,
     EngineDeadError,
     EngineRequest,
     KVHandle,
@@ -26,6 +27,7 @@ from sluice.protocol.requests import (
 )
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
+    NOT_GIVEN,
     EngineInfo,
     Forward,
     check_resume,
@@ -157,6 +159,8 @@ class SimulatedEngine:
         try:
             check_transfer(request)
             check_resume(request)
+            if request.cached_only:
+                raise RequestError(NOT_GIVEN, None, UNABLE)
             call = parse_call(
                 request.endpoint, request.body, self._info.model, self._info.max_model_tokens
             )

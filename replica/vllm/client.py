@@ -337,6 +337,9 @@ class WatchedLLM(AsyncLLM):
         super().__init__(*args, **kwargs)
         # vLLM would check constraints again, with a backend that it chooses by other rules.
         self.input_processor.structured_outputs_config = None
+        transfer = self.vllm_config.kv_transfer_config
+        self.gives_cached = transfer is not None and transfer.kv_connector == "TcpConnector"
+        """Whether another engine can have a part of a prompt's KV from it."""
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any

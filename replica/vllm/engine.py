@@ -19,6 +19,7 @@ from sluice.protocol.errors import RequestError
 from sluice.protocol.requests import (
     EVENT_STREAM,
     SPEECH,
+    UNABLE,
     UNSCHEDULED,
     Endpoint,
     EngineDeadError,
@@ -33,6 +34,7 @@ from sluice.protocol.requests import (
 )
 from sluice.replica.config import EngineConfig
 from sluice.replica.engine import (
+    NOT_GIVEN,
     EngineInfo,
     Forward,
     check_resume,
@@ -136,7 +138,8 @@ def _transfer(request: EngineRequest) -> dict[str, Any] | None:
     if request.kv_handle is not None:
         return {**request.kv_handle.params, "do_remote_prefill": True, "do_remote_decode": False}
     if request.prefill_only:
-        return {"do_remote_prefill": False, "do_remote_decode": True}
+        given = {"cached_only": True} if request.cached_only else {}
+        return {"do_remote_prefill": False, "do_remote_decode": True, **given}
     return None
 
 
@@ -351,6 +354,8 @@ class VllmEngine:
         )
         try:
             serving = self._serving_of(request.endpoint)
+            if request.cached_only and not self._llm.gives_cached:
+                raise RequestError(NOT_GIVEN, None, UNABLE)
             await self._llm.check_tags(request.body)
             if self._adapters is not None:
                 call.adapter = await self._adapters.ensure(request.body.get("model"))

@@ -294,9 +294,16 @@ class _SchedulerSide:
         offer = self._offer(request)
         if offer is None:
             return 0
-        # The last token is always computed here, for its logits.
-        tokens: int = request.num_prompt_tokens - 1 - computed
-        return max(0, tokens)
+        return max(0, self._upto(offer, request) - computed)
+
+    def _upto(self, offer: Offer, request: Any) -> int:
+        """How many of a prompt's tokens there are with the offered ones: of a whole prompt all but
+        the last one, which is always computed here for its logits; else whole blocks."""
+        tokens: int = request.num_prompt_tokens
+        if offer.prompt_tokens >= tokens:
+            return tokens - 1
+        whole: int = offer.prompt_tokens // self._block * self._block
+        return whole
 
     def _offer(self, request: Any) -> Offer | None:
         """The offer that came with a request, if it matches the request."""
@@ -327,8 +334,8 @@ class _SchedulerSide:
             return "the offered KV is of another model or layout"
         if len(offer.addresses) != self._ranks:
             return "the offered KV has another number of workers"
-        digest = prompt_digest(request)
-        if digest != offer.prompt or offer.prompt_tokens != request.num_prompt_tokens:
+        more = offer.prompt_tokens > request.num_prompt_tokens
+        if more or prompt_digest(request, offer.prompt_tokens) != offer.prompt:
             return "the offered KV is of other tokens"
         return None
 
@@ -346,7 +353,7 @@ class _SchedulerSide:
         if external_tokens == 0:
             # All of it is cached here. The prefill engine drops its copy after a time.
             return
-        tokens = request.num_prompt_tokens - 1
+        tokens = self._upto(offer, request)
         first = (tokens - external_tokens) // self._block
         last = -(-tokens // self._block)
         self._next.loads.append(

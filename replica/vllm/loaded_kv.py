@@ -133,8 +133,10 @@ _FLAGS = frozenset(("do_remote_prefill", "do_remote_decode"))
 
 @dataclass(slots=True)
 class _Incoming:
-    """A request's KV transfer: ``began_s`` is the start of its load, monotonic."""
+    """A request's KV transfer: ``began_s`` is the start of its load, monotonic; ``upto``: how many
+    of its prompt's tokens it has then, ``tokens``: how many of these are loaded."""
 
+    upto: int
     began_s: float | None = None
     tokens: int = 0
 
@@ -144,7 +146,7 @@ class IncomingKv:
 
     vLLM's connector fills the blocks of an admitted request while others run. So a plan sees it as
     a prompt of which all but the last token is computed: planning it starts the KV transfer. It
-    appears in plans again when the KV has arrived."""
+    appears in plans again when the KV has arrived, with what is left to compute."""
 
     def __init__(self, scheduler: Any, local: LocalScheduler) -> None:
         self._scheduler = scheduler
@@ -169,8 +171,13 @@ class IncomingKv:
         if not tokens:
             self._local.kv_failed()
             return False
-        self._requests[request.request_id] = _Incoming(tokens=tokens)
+        upto = min(tokens, request.num_prompt_tokens - 1)
+        self._requests[request.request_id] = _Incoming(upto, tokens=tokens)
         return True
+
+    def upto(self, request_id: str) -> int:
+        """How many tokens of a request's prompt are there when its KV is."""
+        return self._requests[request_id].upto
 
     def forget(self, request_id: str) -> None:
         """The request has left the engine; unknown ids are ignored."""
@@ -186,8 +193,8 @@ class IncomingKv:
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.began_s is not None:
             return False
-        incoming.tokens = max(0, request.num_prompt_tokens - 1 - cached_tokens)
-        return True
+        incoming.tokens = max(0, incoming.upto - cached_tokens)
+        return incoming.tokens > 0
 
     def arrived(self, request: Any) -> bool:
         """Whether KV of a waiting request has arrived; false after a failed transfer."""
@@ -238,6 +245,18 @@ def kv_of_request(request: Any) -> bool:
     """Whether a request is prefill only: another engine decodes."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
+
+
+def cut_to_cached(request: Any, cached_tokens: int, hash_tokens: int) -> None:
+    """Have a request that asks for what is cached end with the first token that is not."""
+    params = request.kv_transfer_params
+    if not isinstance(params, dict) or not params.get("cached_only"):
+        return
+    tokens = cached_tokens + 1
+    del request._all_token_ids[tokens:]
+    del request.block_hashes[tokens // hash_tokens :]
+    request.prompt_token_ids = request.prompt_token_ids[:tokens]
+    request.num_prompt_tokens = tokens
 
 
 def _block_bytes(kv_cache_config: Any) -> int:

@@ -197,6 +197,12 @@ class PrefixHits:
             return _NONE
         return self._look_up(request) if self._blocks_left > 0 else None
 
+    def now(self, request: Any) -> int:
+        """Tokens of a request in whole blocks of the cache, whatever the pass's limit."""
+        if not self._enabled or request.skip_reading_prefix_cache:
+            return 0
+        return self._look_up(request).tokens // self._block_tokens * self._block_tokens
+
     def _look_up(self, request: Any) -> PrefixHit:
         # The last token is always computed, for its logits.
         found = self._coordinator.find_longest_cache_hit(

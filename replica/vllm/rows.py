@@ -275,7 +275,8 @@ class RequestRows:
         """Counts of a request whose KV comes from elsewhere: readers must not see a prefill."""
         place = self._places[request_id]
         table = self._table[place : place + 1].copy()
-        table[:, COMPUTED], table[:, PENDING] = table[:, PROMPT] - 1, 1
+        table[:, COMPUTED] = upto = self._incoming.upto(request_id)
+        table[:, PENDING] = table[:, PROMPT] - upto
         return ChangedRows(self._slots[place : place + 1], table)
 
 

@@ -153,6 +153,7 @@ TRANSFER: Final = (
         "bind_connector_metadata(_) clear_connector_metadata() _get_connector_metadata()",
     ),
     Part(_SCHEDULER, made="connector failed_recving_kv_req_ids finished_recving_kv_req_ids"),
+    Part(_REQUEST, made="_all_token_ids prompt_token_ids"),
     Part(("vllm.distributed.parallel_state",), "get_tensor_model_parallel_rank()"),
     Part(("vllm.utils.network_utils",), "get_ip()"),
 )

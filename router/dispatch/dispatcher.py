@@ -87,7 +87,7 @@ _UNTRACED: Mapping[str, str] = {}
 
 class Dispatcher:
     """Opens and resumes responses; one per router process and model. ``transfers_kv``: the engines
-    transfer KV, so running streams may move."""
+    transfer KV, so running streams may move, and sessions' prefixes."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Dispatcher:
         self._max_attempts = config.max_attempts
         self.estimator = TokenEstimator()
         self._placements = PlacementClient(
-            self.estimator, controller, metrics, config, replicas, clock, pause
+            self.estimator, controller, metrics, config, replicas, clock, pause, transfers_kv
         )
         self._budget = budget = RetryBudget(config.retry_budget, clock)
         self._attempts: OpenAttempts = {}
@@ -447,6 +447,9 @@ class Dispatcher:
             request = await self._migrations.with_kv_of(source, request)
             source.end_span("moved")
             self._end(source)
+        elif decision.kv_from is not None:
+            assert self._migrations is not None
+            request = await self._migrations.with_cached_kv(decision, request)
         call.charge.sent()
         if decision.prefill_id is None:
             return await self._send(answer, request, decision, span)

@@ -1,8 +1,9 @@
-"""Requests and running streams that move to another replica.
+"""Requests and running streams that move to another replica, and KV that follows them.
 
 Streams move with their KV from replicas that leave, or if a promised TPOT would be missed: the
 reader stops, the replica gives a handle of the KV up to the last token that the client has, and
-another replica resumes the stream with it. Without a handle that one computes prompt and tokens."""
+another replica resumes the stream with it. Without a handle that one computes prompt and tokens.
+A turn of a session that is placed elsewhere than its prefix gets a handle of that as well."""
 
 from __future__ import annotations
 
@@ -17,12 +18,19 @@ from typing import Final
 from msgspec import structs
 
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
-from sluice.protocol.requests import EVENT_STREAM, EngineRequest, KVHandle, request_key
+from sluice.protocol.requests import (
+    EVENT_STREAM,
+    UNABLE,
+    EngineRequest,
+    KVHandle,
+    request_key,
+)
 from sluice.router.dispatch.attempt import Answer, Attempt, MovedError, OpenAttempts
 from sluice.router.dispatch.placement import DecisionService, PlacementClient
 from sluice.router.dispatch.retries import may_migrate, prefill_of, rest_of
 from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
+from sluice.scheduling.fleet.prefix import NO_PREFIX
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import MIN_TPOT_TOKENS, SLO, TokenClock, TPOTAnchor
@@ -93,7 +101,10 @@ class Moves:
 
 
 KV_TIMEOUT_S: Final = 2.0
-"""Longest wait for a stream's KV handle, seconds; then the other replica computes the KV."""
+"""Longest wait for a KV handle, seconds; then the other replica computes the KV."""
+
+MIN_KV_WAIT_S: Final = 0.25
+"""How much longer than predicted a handle of cached KV may take, seconds."""
 
 MAX_REFUSALS: Final = 16
 """Most refused streams of a replica between two syncs; its others wait for the next one."""
@@ -282,34 +293,58 @@ class Migrations:
 
     async def with_kv_of(self, source: Attempt, request: EngineRequest) -> EngineRequest:
         """A request that resumes the stream of ``source``, with the KV if that can be had."""
+        asked = replace(
+            prefill_of(request, 0.0, _UNTRACED), kv_of_request=source.request.request_id
+        )
+        return await self._with_kv(request, asked, source.place or "", KV_TIMEOUT_S)
+
+    async def with_cached_kv(
+        self, decision: RouteDecision, request: EngineRequest
+    ) -> EngineRequest:
+        """A request with what ``decision.kv_from`` has cached of its prompt, if that can be had
+        about as soon as predicted. It is one step's work there, and is done at once."""
+        wait_s = min(KV_TIMEOUT_S, MIN_KV_WAIT_S + decision.kv_transfer_s)
+        asked = replace(
+            prefill_of(request, 0.0, _UNTRACED),
+            cached_only=True,
+            slo=SLO(ttft_s=request.waited_s + wait_s),
+            best_effort=False,
+            promised=False,
+            prefix=NO_PREFIX,
+            turn=None,
+        )
+        return await self._with_kv(request, asked, decision.kv_from or "", wait_s)
+
+    async def _with_kv(
+        self, request: EngineRequest, asked: EngineRequest, place: str, wait_s: float
+    ) -> EngineRequest:
+        """``request`` with the handle that ``asked`` gets at ``place`` within ``wait_s``."""
         started_s = self.clock()
         try:
-            kv_handle = await self._kv_of(source, request)
+            kv_handle = await self._handle(asked, place, wait_s)
         except BaseException:
             self.controller.release(request_key(request.request_id))
             raise
         waited_s = request.waited_s + self.clock() - started_s
         return replace(request, kv_handle=kv_handle, waited_s=waited_s)
 
-    async def _kv_of(self, source: Attempt, request: EngineRequest) -> KVHandle | None:
-        """Stop ``source`` and get the handle of its KV. ``None``: it must be computed."""
-        asked = replace(
-            prefill_of(request, 0.0, _UNTRACED), kv_of_request=source.request.request_id
-        )
-        place = source.place or ""
+    async def _handle(self, asked: EngineRequest, place: str, wait_s: float) -> KVHandle | None:
+        """The handle of a replica's KV. ``None``: it must be computed."""
         stream = self.replicas.transfer_kv(asked, place)
         if stream is None:
             return None
-        decision = RouteDecision(place, "migration", role=source.role)
-        attempt = Attempt(asked, decision, source.role, stream, clock=self.clock)
+        decision = RouteDecision(place, "migration")
+        attempt = Attempt(asked, decision, decision.role, stream, clock=self.clock)
         try:
-            async with asyncio.timeout(KV_TIMEOUT_S):
+            async with asyncio.timeout(wait_s):
                 await attempt.begin()
         except (ReplicaFailedError, TimeoutError):
             return None
         finally:
             if attempt.tail is None:
                 stream.cancel()
+        if asked.cached_only and attempt.head.status == UNABLE:
+            self.placements.fetches_kv = False
         return attempt.tail.kv_handle if attempt.tail is not None else None
 
 

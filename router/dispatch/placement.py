@@ -19,6 +19,7 @@ from sluice.protocol.requests import NO_TURN, request_key
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
 from sluice.router.dispatch.attempt import Waits
+from sluice.router.dispatch.retries import may_split
 from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import AdmissionMetrics, Fallback, RouterMetrics
 from sluice.router.request.call import Call
@@ -438,7 +439,10 @@ class PlacementClient:
         replicas: Replicas,
         clock: Callable[[], float],
         pause: Callable[[float], Awaitable[object]],
+        fetches_kv: bool = False,
     ) -> None:
+        self.fetches_kv = fetches_kv
+        """Whether a replica can fetch what another one has cached of a session's prompt."""
         self._estimator = estimator
         self._controller = controller
         self._metrics = metrics
@@ -539,8 +543,14 @@ class PlacementClient:
             client_request_id=token,
             only=tuple(call.only),
             message_ends=call.prefix.message_ends,
+            fetches_kv=self._may_fetch(call),
         )
         return await self._controller.quote(query, hold_s)
+
+    def _may_fetch(self, call: Call) -> bool:
+        if not self.fetches_kv or call.turn is None or not call.turn.session:
+            return False
+        return may_split(call)
 
     def ended(self, call: Call, tokens: int) -> None:
         """A call has ended after this number of computed tokens."""
@@ -708,6 +718,7 @@ class PlacementClient:
             expected_tokens=turn.expected_tokens,
             takes=call.takes,
             message_ends=call.prefix.message_ends,
+            fetches_kv=not brings_kv and self._may_fetch(call),
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

@@ -24,8 +24,10 @@ from sluice.scheduling.admission.room import MIN_WAIT_S
 from sluice.scheduling.admission.slos_serve.selection import MAX_NEW
 from sluice.scheduling.autoscaling.load import Demand
 from sluice.scheduling.fleet.fleet import Fleet
+from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.fleet.report import Reservation
 from sluice.scheduling.fleet.rows import (
+    BATCH_S,
     BEST_EFFORT_S,
     DECODE_S,
     FIXED_S,
@@ -80,8 +82,9 @@ def job_of(
     """The query on ``rows``. ``kv_transfer_s``: from the end of its prompt on a prefill replica to
     its first token elsewhere; ``None``: prefill replicas would serve it whole.
 
-    Loading KV from the host takes no compute and delays only this prompt, so it counts only where
-    it is faster than computing the tokens."""
+    Loading KV from the host or from another replica takes no compute here and delays only this
+    prompt, so it counts only where it is faster than computing the tokens. Another replica gives
+    what it has cached in a step of its own, after the one under way."""
     # The edge's count of the prompt is an estimate, too.
     prompt, moved = float(query.prompt_tokens), moved or query.brings_kv
     cached, splits = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
@@ -90,10 +93,7 @@ def job_of(
         work_s, lead_s = work_on(fleet.pieces, rows, prompt, cached), np.zeros(len(rows))
     else:
         if query.prefix:
-            cached = fleet.prefixes.cached_tokens(query.prefix, rows, prompt)
-            if query.message_ends:
-                ends = fleet.prefixes.cached_tokens(query.message_ends, rows, prompt)
-                np.maximum(cached, ends, out=cached)
+            cached = cached_on(fleet, query, rows)
         work_s, lead_s = prefill_on(fleet.figures, fleet.pieces, rows, prompt, cached)
         if query.prefix and len(fleet.prefixes.hosted):
             hosted, token_s = fleet.prefixes.hosted_tokens(query.prefix, rows)
@@ -101,11 +101,15 @@ def job_of(
                 ends, _ = fleet.prefixes.hosted_tokens(query.message_ends, rows)
                 np.maximum(hosted, ends, out=hosted)
             loaded = np.maximum(np.minimum(hosted, prompt) - cached, 0.0)
-            less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
-            pays = (loaded > 0) & (loaded * token_s + less_s < work_s)
-            cached[pays] += loaded[pays]
-            work_s[pays] = less_s[pays]
-            lead_s[pays] += (loaded * token_s)[pays]
+            _load(fleet, rows, prompt, (cached, work_s, lead_s), loaded, loaded * token_s)
+        if query.fetches_kv and kv_transfer_s is None:
+            giver, tokens = giver_of(fleet, query, now_s)
+            fetched = np.maximum(tokens - cached, 0.0)
+            if fleet.has_roles:
+                fetched[fleet.are(rows, "prefill")] = 0.0  # these only give
+            fetch_s = fleet.transfer.fixed_s + fleet.transfer.token_s * fetched
+            fetch_s += TRANSFER_STEPS * longest_step_s(fleet, giver)
+            _load(fleet, rows, prompt, (cached, work_s, lead_s), fetched, fetch_s)
     if query.brings_kv:
         lead_s[:] = fleet.transfer.seconds(query.prompt_tokens)
     if kv_transfer_s is not None:
@@ -118,6 +122,57 @@ def job_of(
         query, rows, cached, work_s, lead_s, splits, now_s, now_s - query.waited_s + ttft_s,
         float(query.waited_s), tpot_s, priority, prompt, output_tokens, moved,
     )  # fmt: skip
+
+
+def cached_on(fleet: Fleet, query: RouteQuery, rows: Ints) -> Floats:
+    """``float64[n]``: tokens of the prompt that each of ``rows`` has in its KV cache."""
+    prompt = float(query.prompt_tokens)
+    cached = fleet.prefixes.cached_tokens(query.prefix, rows, prompt)
+    if query.message_ends:
+        ends = fleet.prefixes.cached_tokens(query.message_ends, rows, prompt)
+        np.maximum(cached, ends, out=cached)
+    return cached
+
+
+def giver_of(fleet: Fleet, query: RouteQuery, now_s: float) -> tuple[int, float]:
+    """The row of the replica that has most of the prompt cached, and how many tokens that is; 0
+    tokens where it is one that has failed the request."""
+    rows = fleet.candidates(now_s)
+    cached = cached_on(fleet, query, rows)
+    place = int(cached.argmax())
+    failed = replica_of(fleet.ids[rows[place]]) in map(replica_of, query.avoid)
+    return int(rows[place]), 0.0 if failed else float(cached[place])
+
+
+MAX_BATCH_TOKENS: Final = 8_192.0
+"""Most prompt tokens of a step that is not bounded by decodes: vLLM's default on large GPUs."""
+
+
+def longest_step_s(fleet: Fleet, row: int) -> float:
+    """Predicted time of a step of this replica, if it has as many of its prompts as it may."""
+    figures = fleet.figures[row]
+    least_s = figures[FIXED_S] + figures[DECODE_S]
+    full_s = least_s + most_work_s(fleet.pieces[row], MAX_BATCH_TOKENS, 0.0)
+    all_s = least_s + figures[PREFILL_S] + figures[BEST_EFFORT_S]
+    return min(all_s, full_s, max(least_s, figures[BATCH_S]))
+
+
+def _load(
+    fleet: Fleet,
+    rows: Ints,
+    prompt: float,
+    columns: tuple[Floats, Floats, Floats],
+    loaded: Floats,
+    load_s: Floats,
+) -> None:
+    """Count ``loaded`` more tokens as cached where to load them, in ``load_s``, is faster than to
+    compute them. ``columns``: what is cached, the work and the lead, which are changed."""
+    cached, work_s, lead_s = columns
+    less_s = work_on(fleet.pieces, rows, prompt, cached + loaded)
+    pays = (loaded > 0) & (load_s + less_s < work_s)
+    cached[pays] += loaded[pays]
+    work_s[pays] = less_s[pays]
+    lead_s[pays] += load_s[pays]
 
 
 def reservation_of(job: Job, chosen: int, ids: Sequence[str], promised: bool) -> Reservation:
@@ -389,6 +444,9 @@ class Placer:
     part. A prefill replica's prefill must end before the first token is due by the KV transfer and
     ``TRANSFER_STEPS``. A request that must be served whole goes to a mixed replica, else to a
     decode replica, else to any.
+
+    Where replicas transfer KV, a turn of a session is cheap on each that can fetch the prefix from
+    the one that has it cached, so it moves where that is better with the fetch counted.
 
     A quarantined replica gets requests, without a promise, only where no other is left; when its
     trial is due, it gets the next one that it could serve. A promised request that moves goes only
@@ -720,8 +778,9 @@ class Placer:
                 # Two replicas serve it, so neither is to blame for its times.
                 self._calibration.dropped(name)
             else:
-                # A pair keeps a promise together, so neither of the two is to blame for it.
-                replica_id = (placed.replica_id or "") if placed.prefill_id is None else ""
+                # Two replicas keep a promise together, so neither is to blame for it.
+                alone = placed.prefill_id is None and placed.kv_from is None
+                replica_id = (placed.replica_id or "") if alone else ""
                 self._calibration.promised(name, asked.stated, planned, replica_id)
         return placed
 
@@ -949,7 +1008,10 @@ class Placer:
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         prefill_id: str | None = None
+        kv_from: str | None = None
         if second is None or not job.splits[chosen]:
+            if query.fetches_kv and second is None:
+                kv_from = self._kv_from(job, chosen)
             if query.prefill_key:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
@@ -963,8 +1025,16 @@ class Placer:
             planned, own_s = query.slo.times_s, float(job.work_s[chosen])
         return RouteDecision(
             fleet.ids[row], PLACED, tier, ttft_s, None, fleet.roles[row], prefill_id, kv_transfer_s,
-            planned=planned, own_s=own_s,
+            planned=planned, own_s=own_s, kv_from=kv_from,
         )  # fmt: skip
+
+    def _kv_from(self, job: Job, chosen: int) -> str | None:
+        """The replica that is to give the KV which counts as cached there and is not."""
+        fleet, row = self._fleet, job.rows[chosen : chosen + 1]
+        giver, tokens = giver_of(fleet, job.query, job.now_s)
+        counted = float(job.cached_tokens[chosen])
+        fetches = counted == tokens > float(cached_on(fleet, job.query, row)[0])
+        return fleet.ids[giver] if fetches else None
 
     def _reserve_pair(self, job: Job, chosen: int, second: DecodeChoice, made: Reservation) -> None:
         """Reserve its prefill at one replica, as ``made`` less the KV transfer, and its decode at

@@ -80,7 +80,8 @@ class RouteQuery(NamedTuple):
             counted.
         only: Serve's replicas, one of which must serve it; empty: any.
         expected_tokens: of output, as the client expects; 0: it does not say.
-        takes: of the quote or the offer that it takes up (``placement.quotes``)."""
+        takes: of the quote or the offer that it takes up (``placement.quotes``).
+        fetches_kv: its replica may fetch what another one has cached of its prompt."""
 
     key: Key
     slo: SLO
@@ -103,6 +104,7 @@ class RouteQuery(NamedTuple):
     expected_tokens: Tokens = 0
     takes: Key = 0
     message_ends: Annotated[tuple[Key, ...], Meta(max_length=MAX_MESSAGE_ENDS)] = ()
+    fetches_kv: bool = False
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
@@ -131,7 +133,8 @@ class Job(NamedTuple):
         cached_tokens: ``float64[n]``, prompt tokens that each has in its KV cache or loads.
         work_s: ``float64[n]``, predicted prefill time of the uncached tokens on each.
         lead_s: ``float64[n]``, predicted time from the end of its prefill to its first token on the
-            decode replica; of the transfer of a stream that moves; of loading KV from the host.
+            decode replica; of the transfer of a stream that moves; of loading KV from the host, or
+            from another replica.
         splits: ``bool[n]``, whether each would compute only its prompt.
         due_s: when its first token is due, so that the output also ends in time; infinite for none.
         tpot_s: at which the output also meets its end-to-end objective; infinite for none.
@@ -189,7 +192,8 @@ class RouteDecision(NamedTuple):
         retry_after_s: if ``unattainable``; None if there will never be capacity.
         prefill_id: the replica that computes its prompt and transfers the KV; None: none.
         kv_transfer_s: predicted time from the end of the prefill to the first token; the prefill is
-            due earlier by it. For a stream that moves, of its transfer.
+            due earlier by it. For a stream that moves, of its transfer; with ``kv_from``, until the
+            KV is there.
         over_share: it could have been promised, but its tenant is over its share.
         planned: if promised: the times by which the replica schedules (``placement.calibration``).
         room_s: if ``unattainable``: predicted time until there is capacity, without new arrivals. A
@@ -197,7 +201,8 @@ class RouteDecision(NamedTuple):
         starts_in_s: predicted time until the model's first replica serves
             (``placement.cold_start``).
         level: if promised: the share of such promises that is to be kept.
-        own_s: if promised: the predicted time of its own prefill."""
+        own_s: if promised: the predicted time of its own prefill.
+        kv_from: another replica, of which it is to fetch what that has cached of the prompt."""
 
     replica_id: str | None
     reason: str
@@ -213,3 +218,4 @@ class RouteDecision(NamedTuple):
     starts_in_s: float | None = None
     level: float | None = None
     own_s: float = 0.0
+    kv_from: str | None = None

@@ -221,6 +221,68 @@ async def test_only_what_the_decode_side_lacks_is_moved_and_one_token_is_compute
     assert counts(engines[1])["transfer_failures"] == before["transfer_failures"]
 
 
+def ran_of(engine, steps, name):
+    """Tokens computed of a request in the batches after the first ``steps``."""
+    ran = [entry for batch in batches_of(engine)[steps:] for entry in batch["ran"]]
+    return sum(tokens for own, tokens, _ in ran if own == name)
+
+
+async def given(engine, request_id, asked):
+    kv = replace(asked, request_id=request_id, prefill_only=True, cached_only=True)
+    return await items_of(engine, kv)
+
+
+async def test_a_turn_moves_with_what_is_cached_of_its_prompt(engines):
+    """All of what was computed and cached at one engine is computed at no other."""
+    source, target = engines
+    for engine in engines:
+        await engine._llm.reset_prefix_cache()
+    first = words(90, 31)
+    await items_of(source, request("turn 1", prompt=first, max_tokens=12))
+    second = request("turn 2", prompt=f"{first} {words(40, 32)}", max_tokens=10)
+    steps, before = [len(batches_of(each)) for each in engines], counts(target)
+    _, tail = await given(source, "given", second)
+    # The other beginning of a prompt than it is given for, and its own.
+    other = request("other", prompt=words(130, 33), max_tokens=10)
+    wrong = await items_of(target, replace(other, kv_handle=tail.kv_handle))
+    assert counts(target)["transfers"] == before["transfers"], "the tokens are others"
+    assert counts(target)["transfer_failures"] == before["transfer_failures"] + 1
+    moved = await items_of(target, replace(second, kv_handle=tail.kv_handle))
+    after = counts(target)
+    assert after["transfers"] == before["transfers"] + 1
+    prompt_tokens = moved[-1].prompt_tokens
+    fetched = after["transfer_tokens"] - before["transfer_tokens"]
+    assert fetched % BLOCK == 0 and fetched >= 2 * BLOCK
+    assert ran_of(source, steps[0], "given") == 1, "only the last token of what it gives"
+    assert ran_of(target, steps[1], "turn 2") == prompt_tokens - fetched + 9
+    assert content(moved) == await whole_answer(source, second)
+    assert content(wrong) == await whole_answer(source, other)
+    for engine in engines:
+        await engine.drain()
+        assert not len(engine.state().rows)
+
+
+async def test_a_beginning_that_cannot_be_had_is_computed(engines):
+    source, target = engines
+    asked = request("late turn", prompt=words(120, 34), max_tokens=8)
+    whole = await whole_answer(source, asked)
+    for lost in ("nothing cached", "fetched elsewhere"):
+        if lost == "nothing cached":
+            await source._llm.reset_prefix_cache()
+        else:
+            await whole_answer(source, asked)
+        await target._llm.reset_prefix_cache()
+        steps, before = len(batches_of(source)), counts(target)
+        _, tail = await given(source, f"given {lost}", asked)
+        assert ran_of(source, steps, f"given {lost}") == 1, "it computes nothing that it lacks"
+        if lost == "fetched elsewhere":
+            await items_of(target, replace(asked, request_id="thief", kv_handle=tail.kv_handle))
+            await target._llm.reset_prefix_cache()
+        known = replace(asked, request_id=lost, kv_handle=tail.kv_handle)
+        assert content(await items_of(target, known)) == whole
+        assert counts(target)["transfer_failures"] == before["transfer_failures"] + 1, lost
+
+
 async def test_two_engines_change_their_roles_while_one_streams(engines):
     first, second = engines
     begun = request("begun", prompt=words(40, 11), max_tokens=60, stream=True)

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from sluice.protocol.requests import EngineRequest, ResponseHead, request_key
+from sluice.protocol.requests import (
+    UNABLE,
+    EngineRequest,
+    KVHandle,
+    ResponseHead,
+    ResponseTail,
+    request_key,
+)
 from sluice.replica.config import EngineConfig, SimulatedEngineConfig
 from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
+from sluice.router.dispatch.migrations import MIN_KV_WAIT_S
 from sluice.scheduling.placement.migration import AT_ONCE, MAX_MOVES, REST_S
 from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import (
@@ -297,3 +305,91 @@ def check_strict(query: RouteQuery, router: Edge) -> None:
     assert query.tiers == {Tier.GUARANTEED}
     assert tpot_s is not None and 0.015 < tpot_s < 0.02
     assert ttft_s is not None and 0.5 < ttft_s - query.waited_s < 1.0
+
+
+async def turn(router: Edge, session: str = "one", **body: Any) -> str:
+    """The answer to a turn of a session."""
+    async with router.client() as client:
+        headers = {"x-session-id": session} if session else {}
+        response = await client.post(
+            COMPLETIONS, json={"model": "m"} | BODY | SLO | body, headers=headers
+        )
+    assert response.status_code == 200
+    return response.text
+
+
+@virtual
+async def test_a_turn_gets_what_another_replica_has_cached_of_its_prompt() -> None:
+    """Asked for at once, and with nothing that the giver would take for the turn itself."""
+    handle = KVHandle("r0", {"handle": "x"}, 1_500)
+
+    async def gives(side: FarSide, _: str, request: EngineRequest) -> Items:
+        yield ResponseHead(200, "application/json")
+        yield ResponseTail(1_500, 0, kv_handle=handle)
+
+    moved = placed("r1", Tier.GUARANTEED)._replace(kv_from="r0")
+    router = edge(FarSide(r0=gives, r1=answer(200, b"{}")), moved)
+    assert await turn(router) == "{}"
+    (source, asked), (target, request) = router.side.calls
+    assert (source, target, request.kv_handle) == ("r0", "r1", handle)
+    assert asked.cached_only and asked.prefill_only and not request.cached_only
+    assert (asked.promised, asked.best_effort, asked.turn, asked.prefix.hashes) == (
+        False, False, None, (),
+    )  # fmt: skip
+    assert request.promised and request.turn is not None and request.prefix.hashes
+    (query,) = router.controller.queries
+    assert query.fetches_kv and query.session
+    assert router.controller.released == []
+
+
+@pytest.mark.parametrize("why", ["no connection", "full", "dead", "silent", "unable"])
+@virtual
+async def test_a_turn_whose_prefix_cannot_be_had_is_computed_after_a_short_wait(why: str) -> None:
+    async def refusing(side: FarSide, name: str, request: EngineRequest) -> Items:
+        if why == "silent":
+            await asyncio.Event().wait()
+        status = UNABLE if why == "unable" else 503
+        serve = fail(DIED) if why == "dead" else answer(status, b"{}")
+        async for item in serve(side, name, request):
+            yield item
+
+    side = (NotHandedOver if why == "no connection" else FarSide)(
+        r0=refusing, r1=answer(200, b"{}")
+    )
+    moved = placed("r1", Tier.GUARANTEED)._replace(kv_from="r0")
+    router = edge(side, moved, placed("r1"))
+    assert await turn(router) == "{}"
+    name, request = side.calls[-1]
+    assert (name, request.kv_handle) == ("r1", None)
+    longest_s = MIN_KV_WAIT_S + moved.kv_transfer_s
+    assert request.waited_s == pytest.approx(longest_s if why == "silent" else 0.0, abs=0.02)
+    assert not router.controller.gone and not router.controller.troubles
+    assert router.sample("sluice_retries_total") == 0
+    await side.until(lambda: not side.live)
+    # Engines that can give nothing are not counted on again.
+    await turn(router)
+    assert router.controller.queries[-1].fetches_kv == (why != "unable")
+
+
+@virtual
+async def test_a_client_that_leaves_while_its_prefix_is_awaited_leaves_nothing() -> None:
+    async def silent(side: FarSide, _: str, request: EngineRequest) -> Items:
+        await asyncio.Event().wait()
+        yield ResponseHead(200, "application/json")
+
+    moved = placed("r1", Tier.GUARANTEED)._replace(kv_from="r0", kv_transfer_s=1.0)
+    router = edge(FarSide(r0=silent, r1=answer(200, b"{}")), moved)
+    waits = asyncio.create_task(turn(router))
+    await router.side.until(lambda: len(router.side.calls) == 1)
+    waits.cancel()
+    await asyncio.wait([waits])
+    await router.side.until(lambda: not router.side.live)
+    assert router.controller.released == [router.controller.queries[0].key]
+
+
+@virtual
+async def test_requests_without_a_session_are_asked_about_as_ever() -> None:
+    router = edge(FarSide(r0=answer(200, b"{}")), *[placed("r0")] * 2)
+    await turn(router, "")
+    await turn(router, echo=True)
+    assert [query.fetches_kv for query in router.controller.queries] == [False, False]
