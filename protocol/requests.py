@@ -155,8 +155,9 @@ def tool_key(names: Iterable[str]) -> int:
 
 
 class KVHandle(NamedTuple):
-    """The KV of a prompt that one replica has computed, for transfer to another one. ``params``:
-    plain data that only the engines interpret; in vLLM its ``kv_transfer_params``."""
+    """The KV of a prompt, or of its first ``prompt_tokens``, that one replica has computed, for
+    transfer to another one. ``params``: plain data that only the engines interpret; in vLLM its
+    ``kv_transfer_params``."""
 
     replica_id: str
     params: Mapping[str, Any]

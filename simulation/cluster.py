@@ -24,7 +24,13 @@ from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.placement.output_lengths import LengthPredictor
 from sluice.scheduling.placement.placer import MAX_TOGETHER
-from sluice.scheduling.request.job import UNATTAINABLE, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.job import (
+    MAX_TOKENS,
+    UNATTAINABLE,
+    RouteDecision,
+    RouteQuery,
+    Tier,
+)
 from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, PROMISED
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.roles import ROLES, Role
@@ -632,7 +638,7 @@ class Cluster:
             tenant=requests.arrivals[key].tenant,
             weight=requests.arrivals[key].weight,
             client_request_id=str(key),
-            fetches_kv=self._config.fetch and turn is not None and turn.session > 0,
+            fetches_kv=MAX_TOKENS if self._config.fetch and turn and turn.session else 0,
         )
 
     def _tiers(self, key: int) -> frozenset[Tier]:

@@ -417,7 +417,9 @@ class VllmEngine:
             rest = list(_refusal(error, endpoint))
         elif call.prefill_only:
             # The serving layer's own response is not used.
-            handle = KVHandle(self._replica_id, call.offer or {}, call.prompt_tokens)
+            given = call.offer or {}
+            tokens = given.get("prompt_tokens", call.prompt_tokens)
+            handle = KVHandle(self._replica_id, given, tokens)
             tail = ResponseTail(
                 call.prompt_tokens, 0, (), call.queued_s, handle, call.cached_tokens
             )

@@ -178,6 +178,7 @@ class TcpConnector(KVConnectorBase_V1):
         given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(CONFIG_KEY, {})
         config = TransferConfig.model_validate(given)
         check_kv_cache(kv_cache_config)
+        self.max_bytes = config.max_bytes
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = _SchedulerSide(vllm_config, config)
         else:

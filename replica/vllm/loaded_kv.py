@@ -175,6 +175,19 @@ class IncomingKv:
         self._requests[request.request_id] = _Incoming(upto, tokens=tokens)
         return True
 
+    def cut_to_cached(self, request: Any, cached_tokens: int, hash_tokens: int) -> None:
+        """Have a request that asks for what is cached, of which the connector may keep a part, end
+        with the first token that is not given."""
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or not params.get("cached_only"):
+            return
+        kept = self._connector.max_bytes // self._block_bytes * self._block_tokens
+        tokens = min(cached_tokens, kept) + 1
+        del request._all_token_ids[tokens:]
+        del request.block_hashes[tokens // hash_tokens :]
+        request.prompt_token_ids = request.prompt_token_ids[:tokens]
+        request.num_prompt_tokens = tokens
+
     def upto(self, request_id: str) -> int:
         """How many tokens of a request's prompt are there when its KV is."""
         return self._requests[request_id].upto
@@ -245,18 +258,6 @@ def kv_of_request(request: Any) -> bool:
     """Whether a request is prefill only: another engine decodes."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
-
-
-def cut_to_cached(request: Any, cached_tokens: int, hash_tokens: int) -> None:
-    """Have a request that asks for what is cached end with the first token that is not."""
-    params = request.kv_transfer_params
-    if not isinstance(params, dict) or not params.get("cached_only"):
-        return
-    tokens = cached_tokens + 1
-    del request._all_token_ids[tokens:]
-    del request.block_hashes[tokens // hash_tokens :]
-    request.prompt_token_ids = request.prompt_token_ids[:tokens]
-    request.num_prompt_tokens = tokens
 
 
 def _block_bytes(kv_cache_config: Any) -> int:

@@ -46,7 +46,6 @@ from sluice.replica.vllm.loaded_kv import (
     ExternalKv,
     HostBlocks,
     IncomingKv,
-    cut_to_cached,
     kv_of_request,
 )
 from sluice.replica.vllm.prefix_cache import HeldPrefixes, PrefixHits, on_removed_blocks
@@ -171,7 +170,8 @@ class PlanMixin(_Base):
     def add_request(self, request: Request) -> None:
         """Take a new request, and read its SLO."""
         if kv_of_request(request):
-            cut_to_cached(request, self._hits.now(request), self._pool.hash_block_size)
+            cached = self._hits.now(request)
+            self._incoming.cut_to_cached(request, cached, self._pool.hash_block_size)
         super().add_request(request)
         request_id = request.request_id
         if request_id in self._local.requests:

@@ -313,7 +313,10 @@ class Migrations:
             prefix=NO_PREFIX,
             turn=None,
         )
-        return await self._with_kv(request, asked, decision.kv_from or "", wait_s)
+        found = await self._with_kv(request, asked, decision.kv_from or "", wait_s)
+        if found.kv_handle is not None:
+            self.placements.fetched(found.kv_handle.prompt_tokens, decision.kv_tokens)
+        return found
 
     async def _with_kv(
         self, request: EngineRequest, asked: EngineRequest, place: str, wait_s: float
@@ -344,7 +347,7 @@ class Migrations:
             if attempt.tail is None:
                 stream.cancel()
         if asked.cached_only and attempt.head.status == UNABLE:
-            self.placements.fetches_kv = False
+            self.placements.fetches_kv = 0.0
         return attempt.tail.kv_handle if attempt.tail is not None else None
 
 

@@ -34,6 +34,7 @@ from sluice.scheduling.placement.quotes import Quote
 from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import (
     DECLINED,
+    MAX_TOKENS,
     NO_REPLICA,
     UNATTAINABLE,
     RouteDecision,
@@ -52,6 +53,9 @@ from sluice.scheduling.tenancy.fair_shares import PLACES_PART
 
 MAX_WAITING = 256
 """Maximum requests of one class, or of one model without a replica, that wait in one router."""
+
+MIN_GIVEN, MIN_FETCHED = 0.9, 1_024.0
+"""Share of the tokens counted on below which a replica gives too few, and fewest counted on."""
 
 ASKERS = 4  # requests of a queue that ask: one without a promise must not hold up the others
 
@@ -441,8 +445,8 @@ class PlacementClient:
         pause: Callable[[float], Awaitable[object]],
         fetches_kv: bool = False,
     ) -> None:
-        self.fetches_kv = fetches_kv
-        """Whether a replica can fetch what another one has cached of a session's prompt."""
+        self.fetches_kv = float(MAX_TOKENS if fetches_kv else 0)
+        """Most tokens that a replica can fetch of what another one has cached of a prompt."""
         self._estimator = estimator
         self._controller = controller
         self._metrics = metrics
@@ -547,10 +551,19 @@ class PlacementClient:
         )
         return await self._controller.quote(query, hold_s)
 
-    def _may_fetch(self, call: Call) -> bool:
+    def _may_fetch(self, call: Call) -> int:
+        """How many tokens a replica may fetch of another one for this call."""
         if not self.fetches_kv or call.turn is None or not call.turn.session:
-            return False
-        return may_split(call)
+            return 0
+        return int(self.fetches_kv) if may_split(call) else 0
+
+    def fetched(self, tokens: int, wanted: int) -> None:
+        """A replica has given KV of these tokens, of which as many as ``wanted`` were counted on.
+        It gives no more than it may keep: what is counted on follows that."""
+        if tokens < MIN_GIVEN * wanted:
+            self.fetches_kv = max(float(tokens), MIN_FETCHED)
+        elif self.fetches_kv:
+            self.fetches_kv = min(max(self.fetches_kv, 1.25 * wanted), float(MAX_TOKENS))
 
     def ended(self, call: Call, tokens: int) -> None:
         """A call has ended after this number of computed tokens."""
@@ -718,7 +731,7 @@ class PlacementClient:
             expected_tokens=turn.expected_tokens,
             takes=call.takes,
             message_ends=call.prefix.message_ends,
-            fetches_kv=not brings_kv and self._may_fetch(call),
+            fetches_kv=0 if brings_kv else self._may_fetch(call),
         )
         decision = await self._controller.route(query)
         self._metrics.decision_s.observe(self._clock() - asked_s)

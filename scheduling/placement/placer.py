@@ -135,13 +135,13 @@ def cached_on(fleet: Fleet, query: RouteQuery, rows: Ints) -> Floats:
 
 
 def giver_of(fleet: Fleet, query: RouteQuery, now_s: float) -> tuple[int, float]:
-    """The row of the replica that has most of the prompt cached, and how many tokens that is; 0
-    tokens where it is one that has failed the request."""
+    """The row of the replica that has most of the prompt cached, and how many tokens it could give;
+    0 where it is one that has failed the request."""
     rows = fleet.candidates(now_s)
     cached = cached_on(fleet, query, rows)
     place = int(cached.argmax())
     failed = replica_of(fleet.ids[rows[place]]) in map(replica_of, query.avoid)
-    return int(rows[place]), 0.0 if failed else float(cached[place])
+    return int(rows[place]), 0.0 if failed else min(float(cached[place]), float(query.fetches_kv))
 
 
 MAX_BATCH_TOKENS: Final = 8_192.0
@@ -1008,10 +1008,10 @@ class Placer:
         fleet, query, row = self._fleet, job.query, int(job.rows[chosen])
         made = reservation_of(job, chosen, fleet.ids, tier is not Tier.BEST_EFFORT)
         prefill_id: str | None = None
-        kv_from: str | None = None
+        kv_from, kv_tokens = None, 0
         if second is None or not job.splits[chosen]:
             if query.fetches_kv and second is None:
-                kv_from = self._kv_from(job, chosen)
+                kv_from, kv_tokens = self._kv_from(job, chosen)
             if query.prefill_key:
                 # Of an earlier decision on it.
                 fleet.release((query.prefill_key,))
@@ -1025,16 +1025,17 @@ class Placer:
             planned, own_s = query.slo.times_s, float(job.work_s[chosen])
         return RouteDecision(
             fleet.ids[row], PLACED, tier, ttft_s, None, fleet.roles[row], prefill_id, kv_transfer_s,
-            planned=planned, own_s=own_s, kv_from=kv_from,
+            planned=planned, own_s=own_s, kv_from=kv_from, kv_tokens=kv_tokens,
         )  # fmt: skip
 
-    def _kv_from(self, job: Job, chosen: int) -> str | None:
-        """The replica that is to give the KV which counts as cached there and is not."""
+    def _kv_from(self, job: Job, chosen: int) -> tuple[str | None, int]:
+        """The replica that is to give the KV which counts as cached there and is not, and of how
+        many tokens it is."""
         fleet, row = self._fleet, job.rows[chosen : chosen + 1]
         giver, tokens = giver_of(fleet, job.query, job.now_s)
         counted = float(job.cached_tokens[chosen])
         fetches = counted == tokens > float(cached_on(fleet, job.query, row)[0])
-        return fleet.ids[giver] if fetches else None
+        return (fleet.ids[giver], int(tokens)) if fetches else (None, 0)
 
     def _reserve_pair(self, job: Job, chosen: int, second: DecodeChoice, made: Reservation) -> None:
         """Reserve its prefill at one replica, as ``made`` less the KV transfer, and its decode at

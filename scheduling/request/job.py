@@ -81,7 +81,7 @@ class RouteQuery(NamedTuple):
         only: Serve's replicas, one of which must serve it; empty: any.
         expected_tokens: of output, as the client expects; 0: it does not say.
         takes: of the quote or the offer that it takes up (``placement.quotes``).
-        fetches_kv: its replica may fetch what another one has cached of its prompt."""
+        fetches_kv: its replica may fetch this much of what another one has cached of its prompt."""
 
     key: Key
     slo: SLO
@@ -104,7 +104,7 @@ class RouteQuery(NamedTuple):
     expected_tokens: Tokens = 0
     takes: Key = 0
     message_ends: Annotated[tuple[Key, ...], Meta(max_length=MAX_MESSAGE_ENDS)] = ()
-    fetches_kv: bool = False
+    fetches_kv: Tokens = 0
 
 
 def first_due_s(query: RouteQuery, now_s: float, output_tokens: float) -> float:
@@ -202,7 +202,8 @@ class RouteDecision(NamedTuple):
             (``placement.cold_start``).
         level: if promised: the share of such promises that is to be kept.
         own_s: if promised: the predicted time of its own prefill.
-        kv_from: another replica, of which it is to fetch what that has cached of the prompt."""
+        kv_from: another replica, of which it is to fetch what that has cached of the prompt,
+            ``kv_tokens`` as far as is known."""
 
     replica_id: str | None
     reason: str
@@ -219,3 +220,4 @@ class RouteDecision(NamedTuple):
     level: float | None = None
     own_s: float = 0.0
     kv_from: str | None = None
+    kv_tokens: int = 0

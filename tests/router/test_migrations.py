@@ -22,7 +22,7 @@ from sluice.replica.simulated.engine import SimulatedEngine
 from sluice.router.config import RouterConfig
 from sluice.router.dispatch.migrations import MIN_KV_WAIT_S
 from sluice.scheduling.placement.migration import AT_ONCE, MAX_MOVES, REST_S
-from sluice.scheduling.request.job import STAYS, RouteDecision, RouteQuery, Tier
+from sluice.scheduling.request.job import MAX_TOKENS, STAYS, RouteDecision, RouteQuery, Tier
 from tests.router.far_side import (
     DIED,
     Behaviour,
@@ -338,8 +338,21 @@ async def test_a_turn_gets_what_another_replica_has_cached_of_its_prompt() -> No
     )  # fmt: skip
     assert request.promised and request.turn is not None and request.prefix.hashes
     (query,) = router.controller.queries
-    assert query.fetches_kv and query.session
+    assert query.fetches_kv == MAX_TOKENS and query.session
     assert router.controller.released == []
+
+
+@virtual
+async def test_what_is_counted_on_follows_what_replicas_give() -> None:
+    async def gives(side: FarSide, _: str, request: EngineRequest) -> Items:
+        yield ResponseHead(200, "application/json")
+        yield ResponseTail(2_000, 0, kv_handle=KVHandle("r0", {"handle": "x"}, 1_500))
+
+    moved = [placed("r1")._replace(kv_from="r0", kv_tokens=n) for n in (2_000, 1_500)]
+    router = edge(FarSide(r0=gives, r1=answer(200, b"{}")), *moved, placed("r1"))
+    for _ in range(3):
+        await turn(router)
+    assert [q.fetches_kv for q in router.controller.queries] == [MAX_TOKENS, 1_500, 1_875]
 
 
 @pytest.mark.parametrize("why", ["no connection", "full", "dead", "silent", "unable"])
@@ -368,7 +381,7 @@ async def test_a_turn_whose_prefix_cannot_be_had_is_computed_after_a_short_wait(
     await side.until(lambda: not side.live)
     # Engines that can give nothing are not counted on again.
     await turn(router)
-    assert router.controller.queries[-1].fetches_kv == (why != "unable")
+    assert router.controller.queries[-1].fetches_kv == (0 if why == "unable" else MAX_TOKENS)
 
 
 @virtual
@@ -392,4 +405,4 @@ async def test_requests_without_a_session_are_asked_about_as_ever() -> None:
     router = edge(FarSide(r0=answer(200, b"{}")), *[placed("r0")] * 2)
     await turn(router, "")
     await turn(router, echo=True)
-    assert [query.fetches_kv for query in router.controller.queries] == [False, False]
+    assert [query.fetches_kv for query in router.controller.queries] == [0, 0]

@@ -14,7 +14,7 @@ from sluice.scheduling.fleet import rows as figure
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.report import Report
 from sluice.scheduling.placement.placer import Placer
-from sluice.scheduling.request.job import RouteDecision
+from sluice.scheduling.request.job import MAX_TOKENS, RouteDecision
 from sluice.scheduling.request.objective import SLO
 from sluice.scheduling.routing import POLICIES as ROUTERS
 from sluice.scheduling.routing import RouteQuery, Tier
@@ -28,7 +28,7 @@ CHUNKS = (11, 12, 13)
 
 
 def turn(**more: object) -> RouteQuery:
-    plain = RouteQuery(1, EASY, PROMPT, session=5, prefix=CHUNKS, fetches_kv=True)
+    plain = RouteQuery(1, EASY, PROMPT, session=5, prefix=CHUNKS, fetches_kv=MAX_TOKENS)
     return plain._replace(**more)  # type: ignore[arg-type]
 
 
@@ -80,6 +80,7 @@ def test_it_moves_with_its_kv_where_that_is_sooner_and_the_promise_counts_all_of
         late_s = made.kv_transfer_s + made.own_s + MODEL.a
         assert made.predicted_ttft_s == pytest.approx(late_s)
         assert fleet.figures[1, figure.TOKENS] == PROMPT - CACHED
+    assert made.kv_tokens == CACHED
     assert len(fleet.ledger) == 1, "nothing is reserved where the KV comes from"
     fleet.release((1,))
     assert len(fleet.ledger) == 0 and fleet.figures[1, figure.RESERVED] == 0
@@ -88,7 +89,7 @@ def test_it_moves_with_its_kv_where_that_is_sooner_and_the_promise_counts_all_of
 @pytest.mark.parametrize(
     "plain",
     [
-        {"fetches_kv": False},
+        {"fetches_kv": 0},
         {"prefix": (21, 22)},
         {"avoid": ("0",)},
     ],
@@ -108,6 +109,12 @@ def test_a_slow_network_or_a_short_prefix_is_not_worth_it() -> None:
     for fleet in (slow, short):
         made = place(fleet, turn())
         assert (made.replica_id, made.kv_from) == ("1", None)
+
+
+def test_no_more_is_counted_on_than_can_be_given() -> None:
+    made = place(fleet_with(full(3), report()), turn(fetches_kv=4_000))
+    assert (made.kv_from, made.kv_tokens) == ("0", 4_000)
+    assert made.own_s == pytest.approx(own_s(4_000))
 
 
 @pytest.mark.parametrize("why", ["gone", "draining", "silent", "quarantined"])
@@ -133,7 +140,7 @@ def test_one_that_would_be_late_at_its_prefix_moves_with_it() -> None:
     tight = SLO(ttft_s=1.0, tpot_s=0.1)
     late = turn(slo=tight, moves_from="0", waited_s=0.3, tiers=frozenset({Tier.GUARANTEED}))
     assert own_s(0) > 0.7
-    assert place(fleet_with(full(2), report()), late._replace(fetches_kv=False)).replica_id is None
+    assert place(fleet_with(full(2), report()), late._replace(fetches_kv=0)).replica_id is None
     made = place(fleet_with(full(2), report()), late)
     assert (made.replica_id, made.kv_from, made.tier) == ("1", "0", Tier.GUARANTEED)
 
@@ -163,7 +170,9 @@ def test_it_is_never_worse_than_without_and_all_that_it_takes_ends(
             fleet.prefixes.hold(number, {100 + number: tokens})
         prefix = tuple(range(100, 100 + len(prompts)))
         placer = Placer(fleet, make_routing(router), make_admission(admission))
-        asked = turn(slo=SLO(ttft_s=ttft_s, tpot_s=0.1), prefix=prefix, fetches_kv=fetches)
+        asked = turn(
+            slo=SLO(ttft_s=ttft_s, tpot_s=0.1), prefix=prefix, fetches_kv=MAX_TOKENS * fetches
+        )
         return placer.place(asked, 0.0), placer, fleet
 
     (without, before, _), (made, placer, fleet) = decided(False), decided(True)
