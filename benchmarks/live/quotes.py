@@ -12,7 +12,7 @@ import aiohttp
 import click
 import numpy as np
 
-from sluice.benchmarks.experiments.quotes import LEARNED, cover
+from sluice.benchmarks.experiments.quotes import counted, cover
 from sluice.benchmarks.live.client import Json
 from sluice.benchmarks.live.engine import MODEL
 from sluice.benchmarks.live.mix import body_of
@@ -89,6 +89,7 @@ async def _run(url: str, rate: float, seconds: float, seed: int, name: str) -> l
                 quote = await answer.json()
             seen, error = await _send(session, body)
             found = {"quote": quote, "seen": seen, "stated": error is None}
+            found["arrived_s"] = arrival.arrival_s
             if error is not None and (offer := error.get("offer")) is not None:
                 await asyncio.sleep(ACCEPT_S)
                 slo = {each: offer[each] for each in (wire.TTFT, wire.TPOT) if each in offer}
@@ -121,10 +122,11 @@ async def _send(
 
 def figures_of(found: Sequence[Json]) -> dict[str, float]:
     """As the simulated experiment's."""
-    later = found[round(LEARNED * len(found)) :]
+    arrived_s = [each["arrived_s"] for each in found]
+    ended_s = [each["arrived_s"] + sum(each["seen"][2:]) / 1e3 for each in found]
     pairs = [
         (each["seen"], [list(each["quote"][f"{name}_ms"].values()) for name in OBJECTIVES])
-        for each in later
+        for each in found[counted(arrived_s, ended_s)]
         if each["seen"] and wire.TTFT in each["quote"]
     ]
     figures = {name: round(share, 3) for name, share in cover(pairs).items()}

@@ -33,11 +33,12 @@ AIMS: Final = (0.5, 0.9, 0.998)
 VALID_S: Final = 1.0
 """For how long a quote, and an offer, is meant, seconds."""
 
-WINDOW: Final = 2_000
+WINDOW: Final = 400
 """Ratios that count."""
 
-GAIN: Final = 0.005
-"""How far one observation moves the levels."""
+GAIN: Final = 0.001
+"""How far one observation moves the levels. Under load hundreds are quoted between a quote and the
+end of its answer: with larger steps the levels would swing."""
 
 UNKNOWN: Final = (1.0, 2.0, 4.0)
 """The quantiles with fewer than ``FEW`` ratios."""

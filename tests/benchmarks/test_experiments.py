@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.experiments import EXPERIMENTS, autoscaling, consent, disaggregation
+from sluice.benchmarks.experiments import (
+    EXPERIMENTS,
+    autoscaling,
+    consent,
+    disaggregation,
+    quotes,
+)
 from sluice.benchmarks.experiments.autoscaling import (
     OURS,
     Scaling,
@@ -746,6 +752,17 @@ def test_a_cell_holds_where_four_fifths_are_promised(
 ) -> None:
     assert moments(of_clients(returns, held)).rows[0][4] == verdict
     assert costs(of_clients(returns, held)).rows[0][-1] == "0.990"
+
+
+def test_a_quote_counts_if_the_load_went_on_until_its_answer_had_ended() -> None:
+    arrived_s = np.arange(10.0)
+    ended_s = arrived_s + 2.5
+    assert range(10)[quotes.counted(arrived_s, ended_s)] == range(2, 7)
+    ended_s[[3, 8]] = nan  # refused
+    assert range(10)[quotes.counted(arrived_s, ended_s)] == range(2, 7)
+    ended_s[4] = 9.5
+    assert range(10)[quotes.counted(arrived_s, ended_s)] == range(2, 4)
+    assert range(10)[quotes.counted(arrived_s, arrived_s)] == range(2, 10)
 
 
 def test_a_degraded_answer_counts_by_its_own_objective_and_by_the_first_one() -> None:

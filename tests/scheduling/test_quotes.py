@@ -54,6 +54,20 @@ def test_quoted_times_cover_their_levels_also_where_ratios_drift(drift: float) -
         assert tail >= 0.985
 
 
+@pytest.mark.parametrize("later", [50, 1_000])
+def test_quoted_times_cover_their_levels_at_any_time_however_late_answers_come(later: int) -> None:
+    """Requests are quoted for long before the first of them has ended."""
+    draw, quotes, made = random.Random(1), Quotes(), list[tuple[float, float]]()
+    for number in range(8_000):
+        quotes.predicted(number, CHAT)
+        made.append((quotes.times_s(CHAT)[2][0], 2.2 * draw.lognormvariate(0.0, 0.5)))
+        if number >= later:
+            quotes.ended(number - later, (None, None, made[number - later][1]))
+    within = [seen_s <= quoted_s for quoted_s, seen_s in made]
+    for first in range(2_000, 8_000, 500):
+        assert 0.4 <= sum(within[first : first + 500]) / 500 <= 0.6
+
+
 def test_a_failed_request_teaches_nothing_and_a_cancelled_one_its_first_token() -> None:
     quotes = Quotes()
     before = quotes.times_s(CHAT)
@@ -86,12 +100,12 @@ def test_a_class_has_quantiles_of_its_own() -> None:
 
 
 def test_requests_that_come_together_teach_as_those_between_bursts_do() -> None:
-    """Of each pair the second one, a millisecond later, takes ten times as long."""
+    """The last of each three, two milliseconds later, takes ten times as long."""
     deciding = placer(fleet_of(report()))
-    for number in range(100):
-        at_s = 0.03 * (number // 2) + 0.001 * (number % 2)
+    for number in range(150):
+        at_s = 0.03 * (number // 3) + 0.001 * (number % 3)
         deciding.place(query(EASY, key=number), at_s)
-        deciding.quotes.ended(number, (0.01 * (1 + 9 * (number % 2)), None, None))
+        deciding.quotes.ended(number, (0.1 if number % 3 == 2 else 0.01, None, None))
         deciding._fleet.release((number,))
     quoted_s = deciding.quote(query(EASY, key=1_000), 1.5).times_s[0]
     assert quoted_s[1] > 5.0 * quoted_s[0]
