@@ -24,13 +24,7 @@ from sluice.scheduling.latency.model import LatencyModel
 from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
 from sluice.scheduling.placement.output_lengths import LengthPredictor
 from sluice.scheduling.placement.placer import MAX_TOGETHER
-from sluice.scheduling.request.job import (
-    MAX_TOKENS,
-    UNATTAINABLE,
-    RouteDecision,
-    RouteQuery,
-    Tier,
-)
+from sluice.scheduling.request.job import MAX_TOKENS, UNATTAINABLE, RouteDecision, RouteQuery, Tier
 from sluice.scheduling.request.kernels import ARRIVAL, BEST_EFFORT, PROMISED
 from sluice.scheduling.request.objective import SLO, TPOTAnchor
 from sluice.scheduling.roles import ROLES, Role

@@ -42,12 +42,7 @@ from sluice.replica.scheduler.speculation import PlannedDrafts
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.vllm.kept_kv import keep_sessions
-from sluice.replica.vllm.loaded_kv import (
-    ExternalKv,
-    HostBlocks,
-    IncomingKv,
-    kv_of_request,
-)
+from sluice.replica.vllm.loaded_kv import ExternalKv, HostBlocks, IncomingKv, kv_of_request
 from sluice.replica.vllm.prefix_cache import HeldPrefixes, PrefixHits, on_removed_blocks
 from sluice.replica.vllm.rows import RequestRows
 from sluice.replica.vllm.support import (

@@ -18,13 +18,7 @@ from typing import Final
 from msgspec import structs
 
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
-from sluice.protocol.requests import (
-    EVENT_STREAM,
-    UNABLE,
-    EngineRequest,
-    KVHandle,
-    request_key,
-)
+from sluice.protocol.requests import EVENT_STREAM, UNABLE, EngineRequest, KVHandle, request_key
 from sluice.router.dispatch.attempt import Answer, Attempt, MovedError, OpenAttempts
 from sluice.router.dispatch.placement import DecisionService, PlacementClient
 from sluice.router.dispatch.retries import may_migrate, prefill_of, rest_of

@@ -14,13 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.benchmarks.experiments import (
-    EXPERIMENTS,
-    autoscaling,
-    consent,
-    disaggregation,
-    quotes,
-)
+from sluice.benchmarks.experiments import EXPERIMENTS, autoscaling, consent, disaggregation, quotes
 from sluice.benchmarks.experiments.autoscaling import (
     OURS,
     Scaling,
