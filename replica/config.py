@@ -96,7 +96,8 @@ class TransferConfig(BaseModel):
         default=1 << 30,
         ge=1 << 20,
         description="Max memory for KV kept or in transfer, per worker and direction, bytes. "
-        "Beyond it the oldest KV is dropped, and its prompt is recomputed.",
+        "Beyond it the oldest KV is dropped, and its prompt is recomputed; of a longer prompt the "
+        "beginning travels.",
     )
 
 

@@ -305,6 +305,14 @@ class Offer(NamedTuple):
         return Source(host, port, self.layout, self.handle)
 
 
+def block_bytes(kv_cache_config: Any) -> int:
+    """Bytes of a block of vLLM's KV cache in one worker, of all layers."""
+    return sum(
+        group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        for group in kv_cache_config.kv_cache_groups
+    )
+
+
 def prompt_digest(request: Any, tokens: int | None = None) -> bytes | None:
     """Digest of what the KV of a prompt, or of its first ``tokens``, depends on besides the model:
     tokens, adapter, cache salt. ``None``: also on images or embeddings, and not transferred."""

@@ -40,6 +40,7 @@ from sluice.replica.transfer import (
     Offer,
     TransferError,
     TransferServer,
+    block_bytes,
     fetch,
     prompt_digest,
 )
@@ -178,9 +179,9 @@ class TcpConnector(KVConnectorBase_V1):
         given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(CONFIG_KEY, {})
         config = TransferConfig.model_validate(given)
         check_kv_cache(kv_cache_config)
-        self.max_bytes = config.max_bytes
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerSide(vllm_config, config)
+            most = config.max_bytes // block_bytes(kv_cache_config)
+            self._scheduler = _SchedulerSide(vllm_config, most)
         else:
             self._worker = _WorkerSide(vllm_config, kv_cache_config, config)
 
@@ -278,9 +279,10 @@ class TcpConnector(KVConnectorBase_V1):
 
 
 class _SchedulerSide:
-    """Decides which KV is kept and which is fetched."""
+    """Decides which KV is kept, at most ``most`` blocks of a prompt, and which is fetched."""
 
-    def __init__(self, vllm_config: Any, config: TransferConfig) -> None:
+    def __init__(self, vllm_config: Any, most: int) -> None:
+        self._most = most
         self.block_ids: Callable[[str], Sequence[Sequence[int]]] | None = None
         self.workers: list[WorkerAddress] = []
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -378,10 +380,13 @@ class _SchedulerSide:
         return step
 
     def _offer_of(self, request: Any) -> None:
-        """The step ends this request's prompt: have the workers keep its KV."""
+        """The step ends this request's prompt: have the workers keep its KV, or the beginning that
+        can be kept."""
         tokens = request.num_prompt_tokens
         blocks = -(-(tokens - 1) // self._block)
-        digest = prompt_digest(request)
+        if blocks > self._most:
+            blocks, tokens = self._most, self._most * self._block
+        digest = prompt_digest(request, tokens)
         if digest is None or self.block_ids is None or not self.workers or not blocks:
             return
         handle = Handle.new()

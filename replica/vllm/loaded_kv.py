@@ -12,6 +12,7 @@ import vllm
 from vllm.v1.request import RequestStatus
 
 from sluice.replica.scheduler.local_scheduler import LocalScheduler
+from sluice.replica.transfer import block_bytes
 from sluice.replica.vllm.contract import WITH_HOST_MEMORY, age
 
 
@@ -153,7 +154,7 @@ class IncomingKv:
         self._connector = scheduler.connector
         self._local = local
         self._requests: dict[str, _Incoming] = {}
-        self._block_bytes = _block_bytes(scheduler.kv_cache_config)
+        self._block_bytes = block_bytes(scheduler.kv_cache_config)
         self._block_tokens = scheduler.block_size
 
     def begin(self, request: Any) -> bool:
@@ -176,13 +177,11 @@ class IncomingKv:
         return True
 
     def cut_to_cached(self, request: Any, cached_tokens: int, hash_tokens: int) -> None:
-        """Have a request that asks for what is cached, of which the connector may keep a part, end
-        with the first token that is not given."""
+        """Have a request that asks for what is cached end with the first token that is not."""
         params = request.kv_transfer_params
         if not isinstance(params, dict) or not params.get("cached_only"):
             return
-        kept = self._connector.max_bytes // self._block_bytes * self._block_tokens
-        tokens = min(cached_tokens, kept) + 1
+        tokens = cached_tokens + 1
         del request._all_token_ids[tokens:]
         del request.block_hashes[tokens // hash_tokens :]
         request.prompt_token_ids = request.prompt_token_ids[:tokens]
@@ -258,13 +257,6 @@ def kv_of_request(request: Any) -> bool:
     """Whether a request is prefill only: another engine decodes."""
     params = request.kv_transfer_params
     return isinstance(params, dict) and bool(params.get("do_remote_decode"))
-
-
-def _block_bytes(kv_cache_config: Any) -> int:
-    return sum(
-        group.kv_cache_spec.page_size_bytes * len(group.layer_names)
-        for group in kv_cache_config.kv_cache_groups
-    )
 
 
 _KEPT: Final = 0.9  # Weight of the earlier waits in the mean, after another one

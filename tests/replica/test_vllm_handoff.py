@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -41,6 +42,8 @@ BLOCK = 32
 CHUNK = 96
 """Most tokens of a batch: prompts of more are computed in chunks."""
 
+LIMITS = {"max_num_batched_tokens": CHUNK, "max_model_len": 2048}
+
 KV_BYTES = {"prefill": 64 << 20, "decode": 6 << 20}
 """The decode side has room for a few prompts only."""
 
@@ -59,7 +62,7 @@ async def engines(tmp_path_factory):
     fields = {"transfer": TransferConfig(max_bytes=16 << 20)}
     both = []
     for name, kv_bytes in KV_BYTES.items():
-        args = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": kv_bytes}
+        args = {**LIMITS, "kv_cache_memory_bytes": kv_bytes}
         both.append(VllmEngine(small_config(model, directory, fields, **args), name, 32))
     await asyncio.gather(*(engine.start() for engine in both))
     yield both
@@ -281,6 +284,28 @@ async def test_a_beginning_that_cannot_be_had_is_computed(engines):
         known = replace(asked, request_id=lost, kv_handle=tail.kv_handle)
         assert content(await items_of(target, known)) == whole
         assert counts(target)["transfer_failures"] == before["transfer_failures"] + 1, lost
+
+
+async def test_of_a_prompt_that_is_too_long_to_keep_the_beginning_moves(engines, tmp_path):
+    target = engines[1]
+    asked = request("too long", prompt=words(720, 35), max_tokens=8)
+    fields = {"transfer": TransferConfig(max_bytes=1 << 20)}
+    args = {**LIMITS, "kv_cache_memory_bytes": KV_BYTES["prefill"]}
+    source = VllmEngine(small_config(Path(target._config.model), tmp_path, fields, **args), "s", 32)
+    await source.start()
+    try:
+        _, tail = await items_of(source, replace(asked, request_id="kept", prefill_only=True))
+        kept = tail.kv_handle.prompt_tokens
+        assert kept % BLOCK == 0 and BLOCK < kept < tail.prompt_tokens - BLOCK
+        steps, before = len(batches_of(target)), counts(target)
+        moved = await items_of(target, replace(asked, kv_handle=tail.kv_handle))
+        after = counts(target)
+        assert after["transfer_tokens"] == before["transfer_tokens"] + kept
+        assert after["transfer_failures"] == before["transfer_failures"]
+        assert ran_of(target, steps, "too long") == tail.prompt_tokens - kept + 7
+        assert content(moved) == await whole_answer(source, asked)
+    finally:
+        await source.stop()
 
 
 async def test_two_engines_change_their_roles_while_one_streams(engines):
