@@ -25,9 +25,9 @@ def test_it_runs_at_the_lowest_priority_and_the_page_has_its_figures() -> None:
         wait_until(
             lambda: "sluice_shadow_windows 0.0" in served.metrics(), "its metrics are pushed"
         )
-        name = "ray::ServeReplica:shadowed:Shadow"
+        name = "ray::ServeReplica:shadowed:Shadow"  # and of the method that runs in it
         found = psutil.process_iter(["cmdline"])
-        (process,) = (each for each in found if name in (each.info["cmdline"] or ())[:1])
+        (process,) = (each for each in found if (each.info["cmdline"] or ("",))[0].startswith(name))
         assert process.nice() == 19
         headers = {"authorization": f"Bearer {KEY}"}
         fleet = httpx.get(f"{served.url}/admin/v1/fleet", headers=headers, timeout=60).json()

@@ -38,6 +38,7 @@ class Engine:
         from sluice.replica.vllm.rows import RequestRows
 
         self.hit = PrefixHit(2, 1)
+        self.given = 0
         self.requests: dict[str, Request] = {}
         self.block_size = BLOCK
         self.max_model_len = 64
@@ -45,7 +46,9 @@ class Engine:
         self.table = StateTable.create(64)
         self.local = LocalScheduler(make_policy("fcfs"), self.table)
         hits = SimpleNamespace(begin_pass=lambda: 8, of=lambda _: self.hit)
-        incoming = SimpleNamespace(awaits=lambda *_: False, arrived=lambda _: False)
+        incoming = SimpleNamespace(
+            awaits=lambda *_: False, arrived=lambda _: False, upto=lambda _: self.given
+        )
         self.external = ExternalKv(None, needed=False)
         self.rows = RequestRows(self, self.local, hits, incoming, self.external, None)
         self.left: dict[str, tuple[float | None, float | None]] = {}
@@ -249,7 +252,9 @@ def test_the_state_table_gets_what_changed():
     assert first[names].tolist() == (10, 10, 1, 1, 3)
     assert second[names].tolist() == (8, 7, 1, 0, 2), "of its second stage"
     assert first["first_token_s"] == 0.0 and np.isnan(second["first_token_s"])
-    # KV that is still to come from another engine is no prefill.
+    # KV that is still to come from another engine is no prefill, what it leaves out is.
     engine.arrive(9, 5, False)
-    engine.local.publish(engine.rows.awaited("r3"))
-    assert engine.table.read().rows[2][names].tolist() == (9, 8, 1, 0, 0)
+    for engine.given in (8, 4):
+        engine.local.publish(engine.rows.awaited("r3"))
+        row = engine.table.read().rows[2][names].tolist()
+        assert row == (9, engine.given, 9 - engine.given, 0, 0)
