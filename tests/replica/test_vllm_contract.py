@@ -71,12 +71,12 @@ def test_old_versions_are_refused_and_new_ones_warned_of(caplog: pytest.LogCaptu
     caplog.set_level("WARNING", logger="sluice")
     with pytest.raises(UnsupportedVllmError, match=r"supported are 0\.26 and newer"):
         check_vllm(version="0.25.1")
-    assert not caplog.records
     for _ in range(2):
         check_vllm(version="1.0.0")
         check_vllm(version="dev")
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(",")[0] for text in told] == [
+    # vLLM logs, too, where this is its first import.
+    own = [record for record in caplog.records if record.name.startswith("sluice")]
+    assert [record.getMessage().partition(",")[0] for record in own] == [
         "Sluice was not run in vLLM 1.0.0",
         "Sluice was not run in vLLM dev",
     ]
