@@ -36,9 +36,10 @@ VALID_S: Final = 1.0
 WINDOW: Final = 400
 """Ratios that count."""
 
-GAIN: Final = 0.001
-"""How far one observation moves the levels. Under load hundreds are quoted between a quote and the
-end of its answer: with larger steps the levels would swing."""
+GAIN, FIRST_GAIN, LEARNING = 0.001, 0.005, 0.5
+"""How far one observation moves the levels: the n-th one ``LEARNING / n``, between ``GAIN`` and
+``FIRST_GAIN``. Under load hundreds are quoted between a quote and the end of its answer: with large
+steps the levels would swing, with small ones alone they would be off for the first hundreds."""
 
 UNKNOWN: Final = (1.0, 2.0, 4.0)
 """The quantiles with fewer than ``FEW`` ratios."""
@@ -139,9 +140,10 @@ class Held(NamedTuple):
 class Ratios:
     """The latest ratios of requests alike, and the quantiles that are quoted of them."""
 
-    __slots__ = ("_latest", "_levels", "_sorted", "quantiles")
+    __slots__ = ("_count", "_latest", "_levels", "_sorted", "quantiles")
 
     def __init__(self) -> None:
+        self._count = 0
         self._latest: deque[float] = deque()
         self._sorted = array("d")
         self._levels = list(AIMS)
@@ -152,8 +154,10 @@ class Ratios:
         known = self._sorted
         if len(known) == WINDOW:
             del known[bisect_left(known, self._latest.popleft())]
+        self._count += 1
+        gain = min(FIRST_GAIN, max(GAIN, LEARNING / self._count))
         for place, level in enumerate(AIMS):
-            moved = self._levels[place] + GAIN * (level - (ratio <= quoted[place]))
+            moved = self._levels[place] + gain * (level - (ratio <= quoted[place]))
             self._levels[place] = min(max(moved, 0.0), 1.0)
         self._latest.append(ratio)
         insort(known, ratio)
