@@ -102,10 +102,11 @@ class Watchdog:
         if now_s - since_s <= self._hung_after_s:
             return False
         waits_s = self._engine.waits_since_s()
-        if waits_s is not None and now_s - max(since_s, waits_s) > self._patience_s():
+        if waits_s is not None:
             since_s = max(since_s, waits_s)
-            logger.warning("engine stalled: no step for %.1f s", now_s - since_s)
-            self._still_since_s = since_s
+            if now_s - since_s > self._patience_s():
+                logger.warning("engine stalled: no step for %.1f s", now_s - since_s)
+                self._still_since_s = since_s
         return self._still_since_s is not None
 
     def check(self) -> None:

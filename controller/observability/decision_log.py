@@ -68,6 +68,7 @@ class DecisionLog:
         query, decision, weighed = entry.query, entry.decision, entry.weighed
         slo = query.slo
         ttft_s, tpot_s, e2e_s, priority = slo.columns
+        source = decision.prefill_id or decision.kv_from
         shown: dict[str, Any] = {
             "age_ms": _ms(now_s - entry.decided_s),
             "request_id": query.request_id or None,
@@ -94,11 +95,7 @@ class DecisionLog:
             "role": None if decision.replica_id is None else decision.role,
             "prefill_id": decision.prefill_id,
             "kv_from": decision.kv_from,
-            "kv_transfer_ms": (
-                None
-                if decision.prefill_id is None and decision.kv_from is None
-                else _ms(decision.kv_transfer_s)
-            ),
+            "kv_transfer_ms": None if source is None else _ms(decision.kv_transfer_s),
             "predicted_ttft_ms": _ms(decision.predicted_ttft_s),
             "retry_after_ms": _ms(decision.retry_after_s),
             "took_ms": _ms(entry.took_s),

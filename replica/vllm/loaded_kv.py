@@ -176,17 +176,6 @@ class IncomingKv:
         self._requests[request.request_id] = _Incoming(upto, tokens=tokens)
         return True
 
-    def cut_to_cached(self, request: Any, cached_tokens: int, hash_tokens: int) -> None:
-        """Have a request that asks for what is cached end with the first token that is not."""
-        params = request.kv_transfer_params
-        if not isinstance(params, dict) or not params.get("cached_only"):
-            return
-        tokens = cached_tokens + 1
-        del request._all_token_ids[tokens:]
-        del request.block_hashes[tokens // hash_tokens :]
-        request.prompt_token_ids = request.prompt_token_ids[:tokens]
-        request.num_prompt_tokens = tokens
-
     def upto(self, request_id: str) -> int:
         """How many tokens of a request's prompt are there when its KV is."""
         return self._requests[request_id].upto
@@ -251,6 +240,20 @@ class IncomingKv:
                 began_s = incoming.began_s
                 self._local.kv_arrived(request_id, began_s, now_s, incoming.tokens, nbytes)
         return ended
+
+
+def wants_cached(request: Any) -> bool:
+    """Whether a request asks for what is cached of its prompt alone."""
+    return kv_of_request(request) and bool(request.kv_transfer_params.get("cached_only"))
+
+
+def cut_to_cached(request: Any, cached_tokens: int, hash_tokens: int) -> None:
+    """Have a request end with the first token that is not cached."""
+    tokens = cached_tokens + 1
+    del request._all_token_ids[tokens:]
+    del request.block_hashes[tokens // hash_tokens :]
+    request.prompt_token_ids = request.prompt_token_ids[:tokens]
+    request.num_prompt_tokens = tokens
 
 
 def kv_of_request(request: Any) -> bool:

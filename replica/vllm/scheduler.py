@@ -42,7 +42,14 @@ from sluice.replica.scheduler.speculation import PlannedDrafts
 from sluice.replica.scheduler.state_table import StateTable
 from sluice.replica.scheduler.xargs import RequestArgs, SchedulerSettings, from_xargs
 from sluice.replica.vllm.kept_kv import keep_sessions
-from sluice.replica.vllm.loaded_kv import ExternalKv, HostBlocks, IncomingKv, kv_of_request
+from sluice.replica.vllm.loaded_kv import (
+    ExternalKv,
+    HostBlocks,
+    IncomingKv,
+    cut_to_cached,
+    kv_of_request,
+    wants_cached,
+)
 from sluice.replica.vllm.prefix_cache import HeldPrefixes, PrefixHits, on_removed_blocks
 from sluice.replica.vllm.rows import RequestRows
 from sluice.replica.vllm.support import (
@@ -164,9 +171,8 @@ class PlanMixin(_Base):
 
     def add_request(self, request: Request) -> None:
         """Take a new request, and read its SLO."""
-        if kv_of_request(request):
-            cached = self._hits.now(request)
-            self._incoming.cut_to_cached(request, cached, self._pool.hash_block_size)
+        if wants_cached(request):
+            cut_to_cached(request, self._hits.now(request), self._pool.hash_block_size)
         super().add_request(request)
         request_id = request.request_id
         if request_id in self._local.requests:
