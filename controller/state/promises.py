@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from math import ceil, inf, log2
+from math import inf, log2
 from typing import Final, NamedTuple
 
 from sluice.protocol.messages import RequestEnding
-from sluice.scheduling.recent import used
+from sluice.scheduling.recent import Latest, used
 from sluice.scheduling.request.job import RouteDecision, RouteQuery, Tier
 
 # Observed against predicted TTFTs, and how reliable the resulting forecasts are.
 #
-# The *ratio* of a promise that ended is observed over predicted time. The next one lies below the
-# ``k``-th smallest of ``n`` with probability ``k / (n + 1)`` if their order carries no information
-# (split conformal prediction; Vovk, Gammerman & Shafer 2005, section 4.2). Each forecast is
-# checked: the share of observations below each quantile is the reliability curve, ideally its
-# diagonal.
+# The *ratio* of a promise that ended is observed over predicted time. Each forecast is checked: the
+# share of observations below each quantile is the reliability curve, ideally its diagonal.
 #
 # Our reading: a ratio depends on the replica, on the size of the prediction (20 ms of HTTP are
 # much of 50 ms and little of two seconds) and on the promised bound, as an engine that schedules
@@ -135,24 +132,16 @@ class Reliability:
 
 
 class _Window:
-    """The latest ratios, also in order."""
+    """The latest ratios."""
 
     def __init__(self) -> None:
-        self._ratios: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._latest = Latest(WINDOW)
         self.quantiles: tuple[float, ...] | None = None
 
     def add(self, ratio: float) -> None:
-        if len(self._ratios) == WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._ratios.popleft())]
-        self._ratios.append(ratio)
-        insort(self._sorted, ratio)
-        count = len(self._sorted)
-        if count >= FEW:
-            # Of fewer than a hundred the largest stands for the last quantile.
-            self.quantiles = tuple(
-                [self._sorted[min(ceil(q * (count + 1)), count) - 1] for q in QUANTILES]
-            )
+        self._latest.add(ratio)
+        if len(self._latest) >= FEW:
+            self.quantiles = tuple(map(self._latest.quantile, QUANTILES))
 
 
 _Kind = tuple[int, int | None]

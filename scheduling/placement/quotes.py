@@ -12,29 +12,29 @@ are slower than the ones between bursts."""
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import accumulate
-from math import ceil, exp, inf
+from math import exp, inf
 from typing import Final, NamedTuple
 
-from sluice.scheduling.recent import used
+from sluice.scheduling.recent import Latest, used
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import Times
 
 LEVELS: Final = (0.5, 0.9, 0.99)
 """The shares of requests that are to keep the quoted times."""
 
-AIMS: Final = (0.5, 0.9, 0.998)
-"""The shares that are aimed at: the last level is a bound."""
+AIMS: Final = ((0.515, 0.915, 0.998), (0.5, 0.9, 0.998), (0.5, 0.9, 0.998))
+"""The shares that are aimed at, of each of ``OBJECTIVES``. The last level is a bound; and by the
+time that a quoted request comes, another one may be there, which its first token waits for."""
 
 VALID_S: Final = 1.0
 """For how long a quote, and an offer, is meant, seconds."""
 
-WINDOW: Final = 400
-"""Ratios that count."""
+WINDOWS: Final = (100, 100, 400)
+"""How many of the latest ratios count for each level: few, to follow the load; the last level needs
+more, as it is beyond what a hundred can say."""
 
 GAIN, FIRST_GAIN, LEARNING = 0.001, 0.005, 0.5
 """How far one observation moves the levels: the n-th one ``LEARNING / n``, between ``GAIN`` and
@@ -140,40 +140,35 @@ class Held(NamedTuple):
 class Ratios:
     """The latest ratios of requests alike, and the quantiles that are quoted of them."""
 
-    __slots__ = ("_count", "_latest", "_levels", "_sorted", "quantiles")
+    __slots__ = ("_aims", "_count", "_latest", "_levels", "quantiles")
 
-    def __init__(self) -> None:
+    def __init__(self, aims: Quantiles) -> None:
         self._count = 0
-        self._latest: deque[float] = deque()
-        self._sorted = array("d")
-        self._levels = list(AIMS)
+        self._aims = aims
+        self._levels = list(aims)
+        self._latest = tuple(map(Latest, WINDOWS))
         self.quantiles: Quantiles = UNKNOWN
 
     def add(self, ratio: float, quoted: Quantiles) -> None:
-        """Learn from a request that ended, and of which these were quoted. ``O(WINDOW)``."""
-        known = self._sorted
-        if len(known) == WINDOW:
-            del known[bisect_left(known, self._latest.popleft())]
+        """Learn from a request that ended, and of which these were quoted. ``O(WINDOWS)``."""
         self._count += 1
         gain = min(FIRST_GAIN, max(GAIN, LEARNING / self._count))
-        for place, level in enumerate(AIMS):
-            moved = self._levels[place] + gain * (level - (ratio <= quoted[place]))
+        for place, aim in enumerate(self._aims):
+            moved = self._levels[place] + gain * (aim - (ratio <= quoted[place]))
             self._levels[place] = min(max(moved, 0.0), 1.0)
-        self._latest.append(ratio)
-        insort(known, ratio)
-        if len(known) >= FEW:
-            self.quantiles = tuple(map(self._quantile, self._levels))
+            self._latest[place].add(ratio)
+        if self._count >= FEW:
+            self.quantiles = tuple(map(_quantile, self._latest, self._levels))
 
-    def _quantile(self, level: float) -> float:
-        count = len(self._sorted)
-        if count * (1.0 - level) < 1.0:  # beyond what so few can say
-            return self._sorted[-1] * (1.0 + FEW / count)
-        return self._sorted[min(max(ceil(level * (count + 1)), 1), count) - 1]
+
+def _quantile(known: Latest, level: float) -> float:
+    beyond = len(known) * (1.0 - level) < 1.0  # what so few can say
+    return known.quantile(level) * (1.0 + FEW / len(known) if beyond else 1.0)
 
 
 class Quotes:
     """What was predicted of requests in progress, how those before them turned out, and the quotes
-    and offers that can be taken up. ``O(1)`` a decision, ``O(WINDOW)`` an ending."""
+    and offers that can be taken up. ``O(1)`` a decision, ``O(WINDOWS)`` an ending."""
 
     def __init__(self) -> None:
         self._ratios: OrderedDict[tuple[str, bool], tuple[Ratios, ...]] = OrderedDict()
@@ -231,7 +226,7 @@ class Quotes:
     def _alike(self, made: Prediction) -> tuple[Ratios, ...]:
         """The ratios that count, of each objective."""
         kind = made.service_class, made.promised
-        return used(self._ratios, kind, lambda: (Ratios(), Ratios(), Ratios()), MAX_KINDS)
+        return used(self._ratios, kind, lambda: tuple(map(Ratios, AIMS)), MAX_KINDS)
 
     # What is held, and offers.
 
