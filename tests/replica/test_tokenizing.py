@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -58,11 +59,18 @@ def parameters(**given: Any) -> Any:
     return TokenizeParams(max_total_tokens=100_000, **given)
 
 
+def lightened(made: Any) -> Any:
+    """With ``fastokens``, if it knows this kind of tokenizer."""
+    tokenize_lightly(made)
+    for thread in threading.enumerate():
+        if thread.name == "fastokens":
+            thread.join()
+    return made
+
+
 @cache
 def both() -> tuple[Any, Any]:
-    light, whole = renderer(), renderer()
-    tokenize_lightly(light)
-    return light, whole
+    return lightened(renderer()), renderer()
 
 
 @given(
@@ -138,6 +146,36 @@ async def test_only_short_ones_by_a_tokenizer_for_several_threads_on_the_event_l
     tokenize_lightly(made)
     await made._tokenize_prompt_async({"prompt": "a" * characters}, parameters())
     assert (made.threads[-1] == threading.current_thread().name) == here
+
+
+async def test_what_the_faster_library_finds_otherwise_is_not_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    light = lightened(renderer())
+    library, text = light.tokenizer._tokenizer, "Some text of several words."
+    library.add_tokens(["of several"])
+    for _ in range(2):
+        got = await light._tokenize_prompt_async({"prompt": text}, parameters())
+        assert got["prompt_token_ids"] == library.encode(text).ids
+    (said,) = [each for each in caplog.messages if "fastokens" in each]
+    assert "other token ids" in said
+
+
+async def test_a_kind_of_tokenizer_that_the_faster_library_does_not_know(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = Tokenizer(WordLevel({"?": 0, "some": 1, "words": 2}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    made = renderer()
+    made.tokenizer._tokenizer = words
+    caplog.set_level(logging.INFO)
+    got = await lightened(made)._tokenize_prompt_async({"prompt": "some words"}, parameters())
+    assert got["prompt_token_ids"] == [1, 2]
+    assert "alone" in caplog.text
 
 
 async def test_threads_may_tokenize_at_once() -> None:
