@@ -20,7 +20,8 @@ SHORT: Final = 8 << 10
 """Most characters of a prompt that is tokenized on the event loop, in some 2 ms."""
 
 COMPARED: Final = 100
-"""So many prompts at first, and then one of so many, are tokenized by both libraries."""
+"""The first prompts, up to this number, and each one that is a multiple of it, are tokenized by both
+libraries."""
 
 
 def tokenize_lightly(renderer: Any) -> None:
