@@ -20,8 +20,8 @@ SHORT: Final = 8 << 10
 """Most characters of a prompt that is tokenized on the event loop, in some 2 ms."""
 
 COMPARED: Final = 100
-"""The first prompts, up to this number, and each one that is a multiple of it, are tokenized by both
-libraries."""
+"""The first prompts, up to this number, and each whose number is a multiple of it are tokenized by
+both libraries."""
 
 
 def tokenize_lightly(renderer: Any) -> None:
