@@ -1,4 +1,4 @@
-"""SLOs-Serve: Fig. 9 to 14 (capacity, load, scaling, ablation), bursts, and drafts (§3.2.3)."""
+"""SLOs-Serve: Fig. 9 to 14 (capacity, load, scaling, ablation) and drafts (§3.2.3)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from sluice.benchmarks.experiments.systems import DEFAULT, SETUPS, Contender, Sy
 from sluice.scheduling.batching import BatchPlan
 from sluice.simulation import settings
 from sluice.simulation.config import Speculation
-from sluice.simulation.generators import AtOnce, Gamma, MakeArrivals
+from sluice.simulation.generators import Gamma
 from sluice.simulation.settings import SLOS_SERVE_SCENARIOS, slos_serve
 
 SETUP = SETUPS["8b"]
 SCENARIO = partial(generated, slos_serve)
 
-ARRIVALS: dict[str, MakeArrivals] = {"at once": lambda _: AtOnce(), "gamma": partial(Gamma, cv=4.0)}
-"""Other than the paper's: bursts of as many requests at every rate."""
-
 
 def _scenario(name: str) -> loads.Make:
-    scenario, _, arrivals = name.partition(", ")
-    return SCENARIO(scenario, arrivals=ARRIVALS.get(arrivals))
+    """``SCENARIO, gamma``: with bursts of as many requests at every rate, unlike the paper's."""
+    scenario, _, gamma = name.partition(", ")
+    return SCENARIO(scenario, arrivals=partial(Gamma, cv=4.0) if gamma else None)
 
 
 RATE = "rate_0.9"
@@ -175,43 +173,6 @@ CAPACITY = grid.Experiment(
             derive=over_others,
         ),
     ],
-)
-
-
-_BURSTS = [f"{name}, at once" for name in SLOS_SERVE_SCENARIOS[:5]]
-TOGETHER = grid.Experiment(
-    "slos_serve_together",
-    "SLOs-Serve §3.2.1 and Algorithm 1; the window is ours",
-    "What do bursts gain if their requests are decided together?",
-    seeds=10,
-    setting=f"{SETTING}Ten requests at once on idle replicas. Window: how long a request waits at "
-    "the controller for others.",
-    grids=[
-        Sweep(
-            named=("scenario",),
-            workloads=workloads(_BURSTS, _scenario),
-            layouts=(colocated(1), colocated(4)),
-            kinds=[
-                System(
-                    "slos_serve",
-                    SLOS_SERVE._replace(label=f"{window_ms:g} ms"),
-                    "slos_serve",
-                    admission_options={"window_ms": window_ms},
-                )
-                for window_ms in (0.0, 2.0)
-            ],
-            loads=(1.0,),
-            span=Span(1.0, 10, 10),
-            oracle=True,
-        )
-    ],
-    tables=grid.pivots(
-        {
-            "promised": "Share of the requests that are guaranteed, by window",
-            "kept": "Share of these that attain",
-        },
-        *(("scenario", "replicas"), "policy"),
-    ),
 )
 
 

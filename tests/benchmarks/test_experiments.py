@@ -412,7 +412,7 @@ LONG = {
     *("flowprefill_settings", "flowprefill_systems", "migration", "promises"),
     *("proserve_policies", "retry_after", "routers", "routers_disaggregated"),
     *("simulator_speed", "slos_serve_capacity", "slos_serve_reasoning", "slos_serve_scaling"),
-    *("slos_serve_together", "speculation_lengths", "stale_mirror"),
+    *("speculation_lengths", "stale_mirror"),
 }
 """They take about a second or more each, and are run before a release."""
 
