@@ -62,6 +62,15 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     note: str = ""
 
+    def shown(self) -> rich_table.Table:
+        """For a terminal."""
+        shown = rich_table.Table(title=self.title, caption=self.note or None)
+        for index, column in enumerate(self.columns):
+            shown.add_column(column, justify="right" if index else "left")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
 
 class Report(NamedTuple):
     """All of one experiment's results, with the command that repeats it."""
@@ -93,12 +102,7 @@ class Report(NamedTuple):
         """Print the tables; wide where no terminal sets a width."""
         console = wide_console()
         for table in self.tables:
-            shown = rich_table.Table(title=table.title, caption=table.note or None)
-            for index, column in enumerate(table.columns):
-                shown.add_column(column, justify="right" if index else "left", overflow="fold")
-            for row in table.rows:
-                shown.add_row(*row)
-            print_table(shown, console)
+            print_table(table.shown(), console)
 
 
 def wide_console() -> Console:

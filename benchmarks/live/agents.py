@@ -233,10 +233,4 @@ def table(rows: Rows) -> Table:
         "unanswered": ("turns without an answer", 0),
     }
     every = [{"short_s_faster": nan, **row} for row in rows]
-    made = means("A backlog of loops on a vLLM engine", ("system",), figures)(every)
-    shown = Table(title=made.title)
-    for column in made.columns:
-        shown.add_column(column, overflow="fold")
-    for row in made.rows:
-        shown.add_row(*row)
-    return shown
+    return means("A backlog of loops on a vLLM engine", ("system",), figures)(every).shown()
