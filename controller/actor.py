@@ -308,7 +308,7 @@ class Controller:
             late = checked("late", late, LateNotices)
             waits = checked("waits", waits, Waits)
             turns = checked("turns", turns, TurnEnds)
-        self._recent.endings.note(endings)
+        self._recent.ended(endings)
         for notice in late:
             self._calibration.behind(*notice, now_s)
         for ending in endings:

@@ -23,7 +23,6 @@ from sluice.protocol.messages import (
     MAX_ENDINGS,
     MAX_KEYS,
     MAX_TURN_ENDS,
-    FaultNotice,
     FirstTokenWait,
     LateNotice,
     ReplicaDelta,
@@ -50,6 +49,28 @@ _TELLING = frozenset(("route", "hello", "report"))
 may take long."""
 
 
+_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class CallMetrics:
+    """Metrics of a process's calls to the controller."""
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        self.outcomes = Counter(
+            "sluice_controller_calls",
+            "Calls to the controller and observer by method and outcome; each decision of a batch "
+            "counts.",
+            ("method", "outcome"),
+            registry=registry,
+        )
+        self.batches = Histogram(
+            "sluice_controller_batch_queries",
+            "Decisions asked for in one call to the controller.",
+            buckets=_BATCH_BUCKETS,
+            registry=registry,
+        )
+
+
 class Link:
     """Calls an actor with a deadline; after its death or a timeout, repairs itself in the
     background.
@@ -64,6 +85,7 @@ class Link:
         app_name: str,
         config: ControllerConfig,
         on_down: Callable[[], None],
+        metrics: CallMetrics,
         part: Part = "controller",
         cell: int = 0,
     ) -> None:
@@ -75,6 +97,7 @@ class Link:
         self._app_name = app_name
         self._config = config
         self._on_down = on_down
+        self._metrics = metrics
         self._repair_task: asyncio.Task[None] | None = None
         self._handle: Any = None
         try:
@@ -92,7 +115,29 @@ class Link:
             self._repair()
             raise NoAnswerError("unavailable")
 
-    async def call(
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """As :meth:`ask`, and count the outcome."""
+        try:
+            answer = await self.ask(method, *args, timeout_s=timeout_s)
+        except NoAnswerError as error:
+            self.count(method, error.reason)
+            raise
+        except ValueError:
+            self.count(method, "refused")
+            raise
+        self.count(method, "answered")
+        return answer
+
+    async def answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """As :meth:`call`, but ``None`` without an answer. Raises ValueError."""
+        with contextlib.suppress(NoAnswerError):
+            return await self.call(method, *args, timeout_s=timeout_s)
+
+    def count(self, method: str, outcome: str) -> None:
+        """Count one call."""
+        self._metrics.outcomes.labels(method, outcome).inc()
+
+    async def ask(
         self,
         method: str,
         *args: Any,
@@ -104,7 +149,7 @@ class Link:
         it could not be called or did not answer in time; ValueError: it refused the arguments."""
         self.check()
         try:
-            return await self._ask(method, *args, timeout_s=timeout_s, on_late=on_late)
+            return await self._wait(method, *args, timeout_s=timeout_s, on_late=on_late)
         except RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
@@ -129,7 +174,7 @@ class Link:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def _ask(
+    async def _wait(
         self,
         method: str,
         *args: Any,
@@ -181,7 +226,7 @@ class Link:
                 self._handle = await asyncio.to_thread(
                     find_or_start, self._app_name, self._config, self._part, self._cell
                 )
-            await self._ask("fingerprint", timeout_s=timeout_s)
+            await self._wait("fingerprint", timeout_s=timeout_s)
         except ActorDiedError:
             self._handle = None
             return False
@@ -205,6 +250,10 @@ def _came_late(on_late: Callable[[Any], None], answer: asyncio.Future[Any]) -> N
 # Each call has a fixed cost, which the questions of a batch share: compare the callers in the
 # tables of ``sluice bench decision``.
 
+MAX_BATCH = 256
+MAX_CALLS = 8
+MAX_QUEUED = 16_384
+
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
@@ -219,9 +268,9 @@ class _Waiting(NamedTuple, Generic[Question, Answer]):
 class Coalescer(Generic[Question, Answer]):
     """Asks questions in batches, with one deadline (``timeout_s``) from question to answer.
 
-    Questions of one event-loop turn go in one call; while ``calls`` calls are in flight, further
-    ones are queued, at most ``queue``. ``O(1)`` per question. ``send`` gets a batch and a
-    timeout in seconds, and answers in order; its NoAnswerError or ValueError goes to every
+    Questions of one event-loop turn go in one call; while ``MAX_CALLS`` calls are in flight,
+    further ones are queued, at most ``MAX_QUEUED``. ``O(1)`` per question. ``send`` gets a batch
+    and a timeout in seconds, and answers in order; its NoAnswerError or ValueError goes to every
     caller of the batch. ``unwanted`` gets each answer whose caller was cancelled or timed out."""
 
     def __init__(
@@ -229,18 +278,10 @@ class Coalescer(Generic[Question, Answer]):
         send: Callable[[list[Question], float], Awaitable[Sequence[Answer]]],
         unwanted: Callable[[Question, Answer], None],
         timeout_s: float,
-        batch: int = 256,
-        calls: int = 8,
-        queue: int = 16_384,
     ) -> None:
-        if min(timeout_s, batch, calls, queue) <= 0:
-            raise ValueError("timeout_s, batch, calls and queue must be positive")
         self._send = send
         self._unwanted = unwanted
         self._timeout_s = timeout_s
-        self._batch = batch
-        self._calls = calls
-        self._limit = queue
         self._queue: deque[_Waiting[Question, Answer]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
@@ -248,7 +289,7 @@ class Coalescer(Generic[Question, Answer]):
     async def ask(self, question: Question) -> Answer:
         """The answer to ``question``. Raises NoAnswerError: no answer in time, or the call
         failed, or the queue is full; ValueError: the batch was refused."""
-        if len(self._queue) >= self._limit:
+        if len(self._queue) >= MAX_QUEUED:
             raise NoAnswerError("full")
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._timeout_s
@@ -287,9 +328,9 @@ class Coalescer(Generic[Question, Answer]):
 
     def _flush(self) -> None:
         self._scheduled = False
-        while self._queue and len(self._tasks) < self._calls:
+        while self._queue and len(self._tasks) < MAX_CALLS:
             batch: list[_Waiting[Question, Answer]] = []
-            while self._queue and len(batch) < self._batch:
+            while self._queue and len(batch) < MAX_BATCH:
                 waiting = self._queue.popleft()
                 if not waiting.future.done():
                     batch.append(waiting)
@@ -333,59 +374,6 @@ NOTICE_TIMEOUT_S = 2.0
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
-class CallMetrics:
-    """Metrics of a process's calls to the controller."""
-
-    def __init__(self, registry: CollectorRegistry | None) -> None:
-        self.outcomes = Counter(
-            "sluice_controller_calls",
-            "Calls to the controller and observer by method and outcome; each decision of a batch "
-            "counts.",
-            ("method", "outcome"),
-            registry=registry,
-        )
-        self.batches = Histogram(
-            "sluice_controller_batch_queries",
-            "Decisions asked for in one call to the controller.",
-            buckets=_BATCH_BUCKETS,
-            registry=registry,
-        )
-
-
-class Calls:
-    """Calls an actor, and counts the outcomes."""
-
-    def __init__(self, link: Link, metrics: CallMetrics) -> None:
-        self.link = link
-        self._metrics = metrics
-
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call and count. Raises NoAnswerError, ValueError: as ``Link.call``."""
-        try:
-            answer = await self.link.call(method, *args, timeout_s=timeout_s)
-        except NoAnswerError as error:
-            self.count(method, error.reason)
-            raise
-        except ValueError:
-            self.count(method, "refused")
-            raise
-        self.count(method, "answered")
-        return answer
-
-    async def answer(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """As ``call``, but ``None`` without an answer. Raises ValueError."""
-        try:
-            return await self.call(method, *args, timeout_s=timeout_s)
-        except NoAnswerError:
-            return None
-
-    def count(self, method: str, outcome: str) -> None:
-        """Count one call."""
-        self._metrics.outcomes.labels(method, outcome).inc()
-
 
 class CellClient:
     """Calls of one process to one deciding actor, with the methods of ``ControllerClient``,
@@ -415,25 +403,23 @@ class CellClient:
         """Its replicas that are closed, as it last reported."""
         self._quarantined: frozenset[str] = frozenset()
         self._reported_s = -inf
-        self._released: dict[int, None] = {}
-        self._gone: dict[str, None] = {}
-        self._faulted: list[FaultNotice] = []
-        self._ended: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
-        self._late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
-        self._turns: deque[LoopTurnEnd] = deque(maxlen=MAX_TURN_ENDS)
+        # What the next sync sends: of more, the latest.
+        self.endings: deque[RequestEnding] = deque(maxlen=MAX_ENDINGS)
+        self.late: deque[LateNotice] = deque(maxlen=MAX_ENDINGS)
+        self.turns: deque[LoopTurnEnd] = deque(maxlen=MAX_TURN_ENDS)
+        self._notices: dict[str, list[Any]] = {}
         self.leaving: tuple[str, ...] = ()
         """Its replicas that are drained or about to stop, as it last reported."""
         self._notice_task: asyncio.Task[None] | None = None
         self._sync_task: asyncio.Task[None] | None = None
-        self._link = Link(app_name, config, self._queries.fail_queued, cell=number)
-        self.calls = Calls(self._link, metrics)
+        self.link = Link(app_name, config, self._queries.fail_queued, metrics, cell=number)
         # The connection's end is the first sign of a dead controller.
-        self._channel = RouteChannel(self._find_endpoint, self._link.lost, self._release_unwanted)
+        self._channel = RouteChannel(self._find_endpoint, self.link.lost, self._release_unwanted)
 
     @property
     def up(self) -> bool:
         """Whether the actor answered the last call."""
-        return self._link.up
+        return self.link.up
 
     @property
     def quarantined(self) -> frozenset[str]:
@@ -446,25 +432,25 @@ class CellClient:
     async def route(self, query: RouteQuery) -> RouteDecision | None:
         """The decision on ``query``, or ``None`` if there was no answer in time."""
         try:
-            self._link.check()
+            self.link.check()
             decision = await self._queries.ask(query)
         except NoAnswerError as error:
-            self.calls.count("route", error.reason)
+            self.link.count("route", error.reason)
             return None
         except ValueError as error:
             _log.warning("the controller refused a batch of queries: %s", error)
-            self.calls.count("route", "refused")
+            self.link.count("route", "refused")
             return None
         except asyncio.CancelledError:
-            self.calls.count("route", "cancelled")
+            self.link.count("route", "cancelled")
             raise
-        self.calls.count("route", "answered")
+        self.link.count("route", "answered")
         return decision
 
     async def hello(self, hello: ReplicaHello) -> ReportReply | None:
         """Register a replica."""
         reply: ReportReply | None
-        reply = await self.calls.answer("hello", hello, timeout_s=REPORT_TIMEOUT_S)
+        reply = await self.link.answer("hello", hello, timeout_s=REPORT_TIMEOUT_S)
         return reply
 
     async def report(self, delta: ReplicaDelta) -> ReportReply | None:
@@ -472,24 +458,24 @@ class CellClient:
         self._channel.connect_soon()
         if not (self._channel.open and fits(delta)):
             reply: ReportReply | None
-            reply = await self.calls.answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
+            reply = await self.link.answer("report", delta, timeout_s=REPORT_TIMEOUT_S)
             return reply
         try:
-            self._link.check()
+            self.link.check()
             reply = await self._channel.report(delta, REPORT_TIMEOUT_S)
         except NoAnswerError as error:
-            self.calls.count("report", error.reason)
+            self.link.count("report", error.reason)
             return None
         except ValueError:
-            self.calls.count("report", "refused")
+            self.link.count("report", "refused")
             raise
-        self.calls.count("report", "answered")
+        self.link.count("report", "answered")
         return reply
 
     async def delivered(self, method: str, *args: Any) -> bool:
         """Call a method without a result; whether it answered."""
         try:
-            await self.calls.call(method, *args, timeout_s=NOTICE_TIMEOUT_S)
+            await self.link.call(method, *args, timeout_s=NOTICE_TIMEOUT_S)
         except NoAnswerError:
             return False
         return True
@@ -506,33 +492,15 @@ class CellClient:
             sync = self._sync(waits, missing, answered)
             self._sync_task = asyncio.get_running_loop().create_task(sync)
 
-    def release(self, key: int) -> None:
-        """Release a reservation."""
-        self._notice(self._released, key, "release")
-
-    def ended(self, ending: RequestEnding) -> None:
-        """A request ended."""
-        self._ended.append(ending)
-
-    def late(self, notice: LateNotice) -> None:
-        """A promised response is late."""
-        self._late.append(notice)
-
-    def loop_ended(self, ended: LoopTurnEnd) -> None:
-        """A turn of a tool loop ended."""
-        self._turns.append(ended)
-
-    def replica_gone(self, replica_id: str) -> None:
-        """A replica left the application."""
-        self._notice(self._gone, replica_id, "replica_gone")
-
-    def faulted(self, notice: FaultNotice) -> None:
-        """A request failed at a replica."""
-        if len(self._faulted) >= MAX_KEYS:
-            self.calls.count("faulted", "full")
+    def notify(self, method: str, item: Any) -> None:
+        """Send an item for a method without an answer, which takes a list. Does not wait."""
+        pending = self._notices.setdefault(method, [])
+        if len(pending) >= MAX_KEYS:
+            self.link.count(method, "full")
             return
-        self._faulted.append(notice)
-        self._send_notices_soon()
+        pending.append(item)
+        if self._notice_task is None:
+            self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
 
     async def close(self) -> None:
         """Send pending notices, and stop. The actor keeps running."""
@@ -542,7 +510,7 @@ class CellClient:
             await self._sync_task
         self._queries.fail_queued()
         await self._channel.close()
-        await self._link.close()
+        await self.link.close()
 
     async def _send_queries(self, queries: list[RouteQuery], left_s: float) -> list[RouteDecision]:
         self._metrics.batches.observe(len(queries))
@@ -551,14 +519,14 @@ class CellClient:
             reply = await self._channel.route(queries, left_s)
         else:
             self._channel.connect_soon()
-            reply = await self._link.call(
+            reply = await self.link.ask(
                 "route", queries, timeout_s=left_s, on_late=partial(self._release_late, queries)
             )
         self._note(reply)
         return list(reply.decisions)
 
     async def _find_endpoint(self) -> Endpoint:
-        endpoint: Endpoint = await self._link.call("endpoint", timeout_s=NOTICE_TIMEOUT_S)
+        endpoint: Endpoint = await self.link.ask("endpoint", timeout_s=NOTICE_TIMEOUT_S)
         return endpoint
 
     def _note(self, reply: RouteReply | SyncReply) -> None:
@@ -576,9 +544,9 @@ class CellClient:
 
     def _release_unwanted(self, query: RouteQuery, decision: RouteDecision) -> None:
         if decision.replica_id is not None:
-            self.release(query.key)
+            self.notify("release", query.key)
         if decision.prefill_id is not None:
-            self.release(query.prefill_key)
+            self.notify("release", query.prefill_key)
 
     async def _sync(
         self,
@@ -586,19 +554,18 @@ class CellClient:
         missing: Callable[[Sequence[int]], None],
         answered: Callable[[], None],
     ) -> None:
-        endings, late, turns = tuple(self._ended), tuple(self._late), tuple(self._turns)
-        self._ended.clear()
-        self._late.clear()
-        self._turns.clear()
+        endings, late, turns = tuple(self.endings), tuple(self.late), tuple(self.turns)
+        for sent in (self.endings, self.late, self.turns):
+            sent.clear()
         try:
-            reply: SyncReply = await self.calls.call(
+            reply: SyncReply = await self.link.call(
                 "sync", endings, late, waits, turns, timeout_s=NOTICE_TIMEOUT_S
             )
         except NoAnswerError:
             # Endings are sent again with the next sync, the latest of them. Late
             # notices are dropped: a late request is reported again by its ending.
-            self._ended = deque((*endings, *self._ended), maxlen=MAX_ENDINGS)
-            self._turns = deque((*turns, *self._turns), maxlen=MAX_TURN_ENDS)
+            self.endings = deque((*endings, *self.endings), maxlen=MAX_ENDINGS)
+            self.turns = deque((*turns, *self.turns), maxlen=MAX_TURN_ENDS)
         except ValueError as error:
             _log.warning("the controller refused sync: %s", error)
         else:
@@ -610,35 +577,15 @@ class CellClient:
         finally:
             self._sync_task = None
 
-    async def _deliver(self, method: str, *args: Any) -> None:
-        try:
-            await self.delivered(method, *args)
-        except ValueError as error:
-            _log.warning("the controller refused %s: %s", method, error)
-
-    def _notice(self, pending: dict[Any, None], item: Any, method: str) -> None:
-        if len(pending) >= MAX_KEYS:
-            self.calls.count(method, "full")
-            return
-        pending[item] = None
-        self._send_notices_soon()
-
-    def _send_notices_soon(self) -> None:
-        if self._notice_task is None:
-            self._notice_task = asyncio.get_running_loop().create_task(self._send_notices())
-
     async def _send_notices(self) -> None:
         """Send the pending notices until none is left; one call at a time."""
         try:
-            while self._released or self._gone or self._faulted:
-                released, self._released = list(self._released), {}
-                gone, self._gone = list(self._gone), {}
-                faulted, self._faulted = self._faulted, []
-                if released:
-                    await self._deliver("release", released)
-                if gone:
-                    await self._deliver("replica_gone", gone)
-                if faulted:
-                    await self._deliver("faulted", self._source, faulted)
+            while self._notices:
+                method, items = self._notices.popitem()
+                args = (self._source, items) if method == "faulted" else (items,)
+                try:
+                    await self.delivered(method, *args)
+                except ValueError as error:
+                    _log.warning("the controller refused %s: %s", method, error)
         finally:
             self._notice_task = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from sluice.controller.cell_client import NOTICE_TIMEOUT_S, CallMetrics, Calls, CellClient, Link
+from sluice.controller.cell_client import NOTICE_TIMEOUT_S, CallMetrics, CellClient, Link
 from sluice.controller.config import ControllerConfig
 from sluice.controller.discovery import (
     controller_actor_name,
@@ -102,7 +102,7 @@ class ControllerClient:
         self._waits: Callable[[], Sequence[FirstTokenWait]] = tuple
         self._missing: Callable[[Sequence[int]], None] = _nothing
         self._leaving: Callable[[Sequence[str]], None] = _nothing
-        self._observer = Calls(Link(app_name, config, _nothing, "observer"), metrics)
+        self._observer = Link(app_name, config, _nothing, metrics, "observer")
 
     @property
     def up(self) -> bool:
@@ -148,7 +148,7 @@ class ControllerClient:
             up = [each.up for each in self._of.values()]
             cell, hold_s = self._of[next(choice.questions(query, self._clock(), up))[0]], 0.0
         quote: Quote | None
-        quote = await cell.calls.answer("quote", query, hold_s, timeout_s=QUOTE_TIMEOUT_S)
+        quote = await cell.link.answer("quote", query, hold_s, timeout_s=QUOTE_TIMEOUT_S)
         return quote
 
     def _some_leave(self) -> None:
@@ -200,13 +200,13 @@ class ControllerClient:
         """Report the rate-limit use of a router's clients; how full these buckets are over all
         routers. Raises ValueError: the controller refused the message, and says why."""
         levels: list[float] | None
-        levels = await self._first.calls.answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
+        levels = await self._first.link.answer("share_quotas", uses, timeout_s=NOTICE_TIMEOUT_S)
         return levels
 
     async def loop_turn(self, turn: LoopTurn) -> LoopPart | None:
         """A turn of a tool loop has arrived here: its part of the loop's deadline."""
         part: LoopPart | None
-        part = await self._first.calls.answer("loop_turn", turn, timeout_s=LOOP_TIMEOUT_S)
+        part = await self._first.link.answer("loop_turn", turn, timeout_s=LOOP_TIMEOUT_S)
         return part
 
     async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
@@ -214,7 +214,7 @@ class ControllerClient:
         ``None``: not known yet, or no answer. Raises ValueError: the controller refused it."""
         parts = await asyncio.gather(
             *(
-                cell.calls.answer("leftover", query, in_flight, timeout_s=SCRAPE_TIMEOUT_S)
+                cell.link.answer("leftover", query, in_flight, timeout_s=SCRAPE_TIMEOUT_S)
                 for cell in self._of.values()
             )
         )
@@ -222,7 +222,7 @@ class ControllerClient:
 
     def loop_ended(self, ended: LoopTurnEnd) -> None:
         """A turn of a tool loop ended. Sent and bounded like an ending (:meth:`ended`)."""
-        self._first.loop_ended(ended)
+        self._first.turns.append(ended)
 
     async def render_metrics(self, timeout_s: float = SCRAPE_TIMEOUT_S) -> bytes | None:
         """The metrics of the whole application in Prometheus' text format, from the observer."""
@@ -249,7 +249,7 @@ class ControllerClient:
     async def traffic(self, with_replicas: bool = False) -> Traffic | None:
         """The next of what the controller recorded for the shadow policies."""
         read: Traffic | None
-        calls = self._first.calls
+        calls = self._first.link
         read = await calls.answer("traffic", with_replicas, timeout_s=SCRAPE_TIMEOUT_S)
         return read
 
@@ -258,7 +258,7 @@ class ControllerClient:
     ) -> dict[str, Any] | None:
         """As ``Controller.drain``. Raises NoAnswerError: the change may have been made or not;
         ValueError: ``replica_id`` is no id."""
-        owner, asked = self._owner(replica_id).calls, ("drain", replica_id, drain)
+        owner, asked = self._owner(replica_id).link, ("drain", replica_id, drain)
         answer: dict[str, Any] | None
         answer = await owner.call(*asked, spare_last, timeout_s=SCRAPE_TIMEOUT_S)
         if answer is not None and answer["last"] and await self._others_ready(replica_id):
@@ -269,7 +269,7 @@ class ControllerClient:
         """Whether another cell than a replica's has replicas that take requests."""
         for cell in self._of.values():
             if cell is not self._owner(replica_id):
-                load: Load | None = await cell.calls.answer("demand", timeout_s=SCRAPE_TIMEOUT_S)
+                load: Load | None = await cell.link.answer("demand", timeout_s=SCRAPE_TIMEOUT_S)
                 if load is not None and load.ready:
                     return True
         return False
@@ -277,7 +277,7 @@ class ControllerClient:
     async def remembers(self, replica_id: str) -> bool | None:
         """See :meth:`sluice.controller.actor.Controller.remembers`; also ``None`` without an
         answer."""
-        answer: bool | None = await self._owner(replica_id).calls.answer(
+        answer: bool | None = await self._owner(replica_id).link.answer(
             "remembers", replica_id, timeout_s=SCRAPE_TIMEOUT_S
         )
         return answer
@@ -291,17 +291,17 @@ class ControllerClient:
         """Release the reservation of a request that has ended or was sent elsewhere. Does not wait;
         if the message is lost, the reservation expires."""
         for cell in self._of.values():
-            cell.release(key)
+            cell.notify("release", key)
 
     def ended(self, ending: RequestEnding) -> None:
         """A request ended. Does not wait; the ending is sent at the next sync. Of more
         than ``MAX_ENDINGS`` between two syncs the latest are sent."""
-        self._owner(ending.replica_id).ended(ending)
+        self._owner(ending.replica_id).endings.append(ending)
 
     def late(self, notice: LateNotice) -> None:
         """A promised response is late. Sent and bounded like an ending (:meth:`ended`)."""
         for cell in self._of.values():
-            cell.late(notice)
+            cell.late.append(notice)
 
     def on_sync(
         self,
@@ -311,7 +311,6 @@ class ControllerClient:
         """With each sync ask about ``waits``: ``missing`` gets the keys of those (of at most
         ``MAX_WAITS``) that are predicted to miss their TTFT. Neither callback may block."""
         self._waits, self._missing = waits, missing
-        self._is_router = True
 
     def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
         """From now on, with each answer to a sync, call ``leaving`` with the replicas that are
@@ -322,17 +321,17 @@ class ControllerClient:
         """These replicas left the application. Does not wait; if the message is lost, the replicas
         go stale."""
         for replica_id in replica_ids:
-            self._owner(replica_id).replica_gone(replica_id)
+            self._owner(replica_id).notify("replica_gone", replica_id)
 
     def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
         """A request failed at this replica, or its stream hangs. Does not wait; a lost notice is
         not repeated, and the next failure sends another."""
-        self._owner(replica_id).faulted(FaultNotice(replica_id, fault))
+        self._owner(replica_id).notify("faulted", FaultNotice(replica_id, fault))
 
     async def close(self) -> None:
         """Send pending notices, and stop. The actors keep running."""
         await asyncio.gather(*(cell.close() for cell in self._of.values()))
-        await self._observer.link.close()
+        await self._observer.close()
 
     def _owner(self, replica_id: str) -> CellClient:
         """The cell of a replica. Of no replica (an empty id): the first one."""

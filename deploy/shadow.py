@@ -302,7 +302,7 @@ class Shadow:
         self._client = await asyncio.to_thread(ControllerClient, name, fleet.controller)
         replays = ShadowReplays(fleet, when, self._client.traffic)
         registry = replays.metrics.registry
-        self._pusher = MetricsPusher(self._client, registry, source)
+        self._pusher = MetricsPusher(self._client.push_metrics, registry, source)
         self._pusher.start()
         self._task = asyncio.get_running_loop().create_task(replays.run())
 

@@ -25,10 +25,9 @@ milliseconds meanwhile; one that stopped (a moved VM) is corrected within three 
 class ClockOffset:
     """Learns the offset that converts a sender's times to the own clock."""
 
-    __slots__ = ("_before_s", "_least_s", "_since_s", "_window_s")
+    __slots__ = ("_before_s", "_least_s", "_since_s")
 
-    def __init__(self, window_s: float = WINDOW_S) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._least_s = inf
         self._before_s = inf
         self._since_s = -inf
@@ -42,8 +41,8 @@ class ClockOffset:
         """A message arrived at ``now_s``; it was sent at ``sent_s`` on the sender's clock. Returns
         its delay beyond that of the quickest message, seconds, at least 0."""
         offset_s = now_s - sent_s
-        if now_s - self._since_s >= self._window_s:
-            recent = now_s - self._since_s < 2 * self._window_s
+        if now_s - self._since_s >= WINDOW_S:
+            recent = now_s - self._since_s < 2 * WINDOW_S
             self._before_s = self._least_s if recent else inf
             self._least_s, self._since_s = offset_s, now_s
         else:

@@ -143,14 +143,18 @@ class ReportReply(NamedTuple):
     role: Role | None = None
 
 
+_Label = Annotated[str, Meta(pattern=r"\A[a-z_][a-z0-9_]{0,63}\Z")]
+_LabelValue = Annotated[str, Meta(max_length=256)]
+
+
 class MetricSample(NamedTuple):
     """One cumulative Prometheus sample of a process: its family is ``family`` of type ``kind``."""
 
-    family: str
-    kind: str
-    documentation: str
+    family: Annotated[str, Meta(pattern=r"\A(sluice|gen_ai)_[a-z0-9_]{1,120}\Z")]
+    kind: Annotated[str, Meta(pattern=r"\A(counter|gauge|histogram|summary)\Z")]
+    documentation: Annotated[str, Meta(max_length=1_000)]
     name: str
-    labels: tuple[tuple[str, str], ...]
+    labels: Annotated[tuple[tuple[_Label, _LabelValue], ...], Meta(max_length=16)]
     value: float
 
 

@@ -223,7 +223,7 @@ class ReplicaServer:
                 (replica.num_gpus or devices(engine.vllm_args)) / len(made),
             )
         )
-        self._pusher = MetricsPusher(self._client, registry, source=process)
+        self._pusher = MetricsPusher(self._client.push_metrics, registry, source=process)
         try:
             with _configuration_errors():
                 await self._ranks.start(starting)

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sluice.controller.client import ControllerClient
 from sluice.controller.config import version
 from sluice.protocol.requests import Endpoint
 from sluice.router import wire
@@ -39,13 +40,13 @@ from sluice.router.ingress.access import (
     Access,
 )
 from sluice.router.ingress.middleware import Cors, IngressMiddleware, Pause, Shedder
-from sluice.router.metrics.page import Page
+from sluice.router.metrics.page import Render
 from sluice.router.metrics.vllm_names import with_vllm_names
 from sluice.router.openapi import PATH, document
 from sluice.router.quotes import Quotes
 from sluice.router.request.arrival import INFERENCE_PATHS, Arrival, endpoint_at
 from sluice.router.request.call import CallReader
-from sluice.router.request.loop import LoopDeadlines, LoopService
+from sluice.router.request.loop import LoopDeadlines
 from sluice.router.request.prompt import output_to_expect
 from sluice.router.tenancy.limits import NO_CHARGE, RateLimiter, Share
 
@@ -56,11 +57,11 @@ Job = Callable[[], Coroutine[Any, Any, None]]
 def make_api(
     config: RouterConfig,
     fleets: ModelRegistry,
-    page: Page,
+    render_page: Render,
     lifespan: Lifespan | None = None,
     unix_clock: Callable[[], float] = time.time,
     share: Share | None = None,
-    loop_service: LoopService | None = None,
+    loop_service: ControllerClient | None = None,
     telemetry: Telemetry | None = None,
     admin_service: AdminService | None = None,
     shedder: Shedder | None = None,
@@ -90,7 +91,7 @@ def make_api(
     api.router.routes.append(Route(wire.QUOTE_PATH, quotes.serve, methods=["POST"]))
     has_page = access.admin.on and admin_service is not None
     api.include_router(_model_routes(fleets))
-    api.include_router(_status_routes(config, fleets, page, has_page))
+    api.include_router(_status_routes(config, fleets, render_page, has_page))
     api.include_router(
         APIRouter(lifespan=_running(access.start, access.watch, limiter.run, shedder.watch))
     )
@@ -192,7 +193,7 @@ def _model_routes(fleets: ModelRegistry) -> APIRouter:
 
 
 def _status_routes(
-    config: RouterConfig, fleets: ModelRegistry, page: Page, has_page: bool
+    config: RouterConfig, fleets: ModelRegistry, render_page: Render, has_page: bool
 ) -> APIRouter:
     """What this is, its description, its health and its metrics."""
     routes = APIRouter()
@@ -234,7 +235,7 @@ def _status_routes(
         names = request.query_params.get("names", "sluice")
         if names not in ("sluice", "vllm"):
             raise invalid(f"names must be sluice or vllm, got {shown(names)}", "names")
-        text = await page.render()
+        text = await render_page()
         if names == "vllm":
             nonlocal of, renamed
             async with renaming:  # once for all that wait for a page

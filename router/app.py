@@ -7,6 +7,7 @@ import errno
 import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple
 
 import psutil
@@ -25,7 +26,7 @@ from sluice.router.dispatch.dispatcher import Dispatcher
 from sluice.router.dispatch.models import Catalog, Model, ModelRegistry
 from sluice.router.ingress.http_server import HttpServer, bound
 from sluice.router.metrics.instruments import RouterMetrics
-from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, MetricsOfModels
+from sluice.router.metrics.page import NO_MODEL, ControllerMetricsPage, rendered
 from sluice.router.picker.server import PickerServer
 from sluice.router.serve.replicas import ServeReplicas
 from sluice.scheduling.autoscaling.base import STARTUP_S
@@ -64,7 +65,7 @@ class _Part:
                 registry=metrics.registry,
             )
         self.pusher = MetricsPusher(
-            self.client, metrics.registry, f"router-{context.replica_id.unique_id}"
+            self.client.push_metrics, metrics.registry, f"router-{context.replica_id.unique_id}"
         )
         self.page = ControllerMetricsPage(self.client, self.pusher, metrics.registry)
         by_role: dict[Role, list[DeploymentHandle]] = {}
@@ -113,16 +114,16 @@ class Router:
         parts = [_Part(model, replicas[model.name], config) for model in models]
         pushers = [part.pusher for part in parts]
         edge = parts[0].metrics
-        page: ControllerMetricsPage | MetricsOfModels = parts[0].page
+        render_page = parts[0].page.render
         if models[0].key is not None:
             edge = RouterMetrics()
             for part in parts:
                 for of_the_edge in part.metrics.of_the_edge:
                     part.metrics.registry.unregister(of_the_edge)
             source = f"edge-{serve.get_replica_context().replica_id.unique_id}"
-            labels = {"model": NO_MODEL}
-            pushers.append(MetricsPusher(parts[0].client, edge.registry, source, labels=labels))
-            page = MetricsOfModels({part.fleet.model: part.page for part in parts})
+            push, labels = parts[0].client.push_metrics, {"model": NO_MODEL}
+            pushers.append(MetricsPusher(push, edge.registry, source, labels=labels))
+            render_page = partial(rendered, {part.fleet.model: part.page for part in parts})
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -151,7 +152,7 @@ class Router:
         api = make_api(
             config,
             fleets,
-            page,
+            render_page,
             lifespan,
             share=parts[0].client.share_quotas,
             loop_service=parts[0].client,

@@ -20,6 +20,7 @@ from sluice.router.batches.api import (
 from sluice.router.config import HOUR_S, RouterConfig
 from sluice.router.errors import Reason
 from sluice.router.request.arrival import BATCH_PATHS, INFERENCE_PATHS
+from sluice.router.request.loop import StatedLoop
 from sluice.router.request.session import (
     MAX_SESSION_CHARACTERS,
     SESSION_FIELDS,
@@ -209,16 +210,11 @@ def _objective(config: RouterConfig) -> Schema:
             wire.PRIORITY: {"type": ["integer", "null"], **_PRIORITY},
             wire.CLASS: {"enum": [*config.classes, None]},
             wire.STAGES: {"oneOf": [{"type": "null"}, _stages()]},
-            wire.LOOP: {
+            wire.LOOP: StatedLoop.model_json_schema()
+            | {
                 "type": ["object", "null"],
-                "additionalProperties": False,
                 "description": "The tool loop that this request is a turn of. The deadline counts "
                 "from the loop's first turn.",
-                "required": ["id", wire.LOOP_DEADLINE],
-                "properties": {
-                    "id": {"type": "string", "minLength": 1, "maxLength": MAX_SESSION_CHARACTERS},
-                    wire.LOOP_DEADLINE: {"type": "number", **_MS},
-                },
             },
         },
     }

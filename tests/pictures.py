@@ -36,7 +36,7 @@ from tests.replica.waiting import until
 from tests.router.browser import browser
 from tests.router.far_side import Edge
 from tests.router.local_controller import LocalController
-from tests.router.test_drain_moves_streams import Replicas
+from tests.router.local_replicas import Replicas
 
 KEY = "admin-key-of-the-picture"
 DIGEST = "Made from"

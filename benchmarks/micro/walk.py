@@ -127,7 +127,7 @@ async def chat() -> Walk:
     far: Any = _FarSide()
     config, metrics = RouterConfig(), RouterMetrics()
     model = Model("m", Dispatcher(far, far, metrics, config), Catalog(far), metrics)
-    api = make_api(config, ModelRegistry([model], metrics), far)
+    api = make_api(config, ModelRegistry([model], metrics), far.render)
     request = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
     body = json.dumps(request).encode()
     headers = {

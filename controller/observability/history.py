@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from sluice.controller.observability.metrics_hub import Values
+from sluice.controller.observability.metrics_hub import MetricsHub, Values
 from sluice.scheduling.request.lateness import Cause
 
 PERIOD_S = 10.0
@@ -63,13 +63,6 @@ _SERIES = (
 )
 
 
-class TotalsSource(Protocol):
-    """The source of sums over all processes: the metrics hub."""
-
-    def series(self, family: str) -> Iterable[tuple[str, Labels, float]]:
-        """Sample, labels and value of every series of a family; none for an unknown one."""
-
-
 class _Entry(NamedTuple):
     """The totals at a time. ``point`` and ``attainment`` cover the time since the previous
     entry; computed once, because the controller's decisions wait for every reader."""
@@ -96,13 +89,13 @@ class History:
         for name, counts in _totals(rows).items():
             self._before.setdefault(name, Counter()).update(counts)
 
-    def note(self, source: TotalsSource, now_s: float) -> None:
+    def note(self, source: MetricsHub, now_s: float) -> None:
         """Add an entry to the ring if one is due: ``O(series)``, otherwise ``O(1)``."""
         last = self._ring[-1] if self._ring else None
         if last is None or now_s - last.at_s >= self._period_s:
             self._ring.append(_entry(self._counted(source), now_s, last))
 
-    def recent(self, source: TotalsSource, now_s: float) -> dict[str, Any]:
+    def recent(self, source: MetricsHub, now_s: float) -> dict[str, Any]:
         """The last minutes up to now, as plain data: ``window_ms``, ``period_ms``, ``series`` (of
         all classes together) and ``classes``. ``O(series)``."""
         entries = [e for e in self._ring if now_s - e.at_s <= self._window_s]
@@ -118,13 +111,13 @@ class History:
             "classes": [_class(name, entries) for name in sorted(entries[-1].totals)],
         }
 
-    def objectives(self, source: TotalsSource) -> tuple[float, float]:
+    def objectives(self, source: MetricsHub) -> tuple[float, float]:
         """Requests with an objective that ended since the controller began, and those of them that
         met it, over all classes. ``O(series)``."""
         totals = self._counted(source).values()
         return sum(t["stated"] for t in totals), sum(t["attained"] for t in totals)
 
-    def _counted(self, source: TotalsSource) -> dict[str, Counts]:
+    def _counted(self, source: MetricsHub) -> dict[str, Counts]:
         """The counts by class since this history began."""
         found = _totals(row for family in _FAMILIES for row in source.series(family))
         for name, before in self._before.items():

@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from math import isfinite
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -28,6 +27,9 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "summary": ("_count", "_sum"),
 }
 """The kinds of metric that are pushed, and the names of their samples after the family's."""
+
+PUSH_PERIOD_S = 2.0
+"""Time between two pushes of a process, seconds."""
 
 MAX_PUSH_SAMPLES = 20_000
 """Most samples of one push."""
@@ -68,32 +70,22 @@ def samples_of(registry: CollectorRegistry) -> tuple[MetricSample, ...]:
     )
 
 
-class PushTarget(Protocol):
-    """Where a process pushes its metrics: a controller's client, which passes them on."""
-
-    async def push_metrics(self, push: MetricsPush) -> bool:
-        """Deliver; ``False`` where the observer did not answer. Raises ValueError: refused."""
-
-
 class MetricsPusher:
-    """Pushes a registry to the observer every ``period_s`` seconds. A push that timed out may
+    """Pushes a registry to the observer every ``PUSH_PERIOD_S``. A push that timed out may
     still arrive after a newer one; the observer drops it by its number. ``source`` is unique in
-    the application; ``labels`` are added to every sample."""
+    the application; ``labels`` are added to every sample. ``deliver``: ``False`` where the observer
+    did not answer; raises ValueError: refused."""
 
     def __init__(
         self,
-        target: PushTarget,
+        deliver: Callable[[MetricsPush], Awaitable[bool]],
         registry: CollectorRegistry,
         source: str,
-        period_s: float = 2.0,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        if period_s <= 0:
-            raise ValueError(f"period_s must be positive, got {period_s}")
-        self._target = target
+        self._deliver = deliver
         self._registry = registry
         self._source = source
-        self._period_s = period_s
         self._labels = tuple((labels or {}).items())
         self._task: asyncio.Task[None] | None = None
         self._incarnation = time.time_ns()
@@ -130,7 +122,7 @@ class MetricsPusher:
         self._number += 1
         push = MetricsPush(self._source, self._incarnation, self._number, samples)
         try:
-            return await self._target.push_metrics(push)
+            return await self._deliver(push)
         except ValueError as error:
             _log.warning("the observer refused the metrics of %s: %s", self._source, error)
             return False
@@ -143,7 +135,7 @@ class MetricsPusher:
                 # A collector that fails once must not end the pushes.
                 _log.exception("collecting the metrics of %s failed", self._source)
                 self.failed += 1
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(PUSH_PERIOD_S)
 
 
 class _Page(Collector):

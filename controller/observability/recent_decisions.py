@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -100,32 +100,8 @@ class Counters:
 # (:meth:`sluice.controller.client.ControllerClient.ended`), so an ending needs no message of its
 # own.
 
-LIMIT = 1_024
+MAX_ENDED: Final = 1_024
 """Most endings kept. The log holds 256 decisions, and an ending arrives about a second late."""
-
-
-class Endings:
-    """The latest endings by request id, at most ``limit``. ``O(1)`` each, amortised."""
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
-        self._endings: dict[str, RequestEnding] = {}
-
-    def __len__(self) -> int:
-        return len(self._endings)
-
-    def note(self, endings: Iterable[RequestEnding]) -> None:
-        """Requests ended. An ending that is reported twice counts once."""
-        for ending in endings:
-            self._endings.pop(ending.request_id, None)
-            self._endings[ending.request_id] = ending
-        over = len(self._endings) - self._limit
-        for request_id in list(islice(self._endings, max(0, over))):
-            del self._endings[request_id]
-
-    def of(self, request_id: str) -> RequestEnding | None:
-        """How a request ended; ``None`` if no router has reported it, or too long ago."""
-        return self._endings.get(request_id)
 
 
 DECISIONS: Final = 256
@@ -159,19 +135,17 @@ _Fields = tuple[RouteQuery, RouteDecision, float, float, int, DecisionInputs | N
 
 
 class RecentDecisions:
-    """The last decision of each of the latest ``limit`` requests. Adding is ``O(1)``, amortised.
-    Entries keep arrays with one number per replica: memory is ``O(limit * replicas)``."""
+    """The last decision of each of the latest ``DECISIONS`` requests, and how the latest ones
+    ended. Adding is ``O(1)``, amortised. Entries keep arrays with one number per replica."""
 
-    def __init__(self, limit: int = DECISIONS) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         # The fields of entries by key, the latest last; up to twice the limit. Bare tuples and a
         # bare dict, because decisions wait for this.
         self._entries: dict[int, _Fields] = {}
-        self.endings = Endings()
-        """How the requests ended."""
+        self._endings: dict[str, RequestEnding] = {}
 
     def __len__(self) -> int:
-        return min(self._limit, len(self._entries))
+        return min(DECISIONS, len(self._entries))
 
     def note(
         self,
@@ -186,14 +160,22 @@ class RecentDecisions:
         earlier = entries.pop(query.key, None)
         asked = 1 if earlier is None else DecisionRecord(*earlier).asked + 1
         entries[query.key] = (query, decision, decided_s, took_s, asked, weighed)
-        if len(entries) > 2 * self._limit:
-            self._entries = dict(islice(entries.items(), len(entries) - self._limit, None))
+        if len(entries) > 2 * DECISIONS:
+            self._entries = dict(islice(entries.items(), len(entries) - DECISIONS, None))
+
+    def ended(self, endings: Sequence[RequestEnding]) -> None:
+        """Requests ended. An ending that is reported twice counts once."""
+        for ending in endings:
+            self._endings.pop(ending.request_id, None)
+            self._endings[ending.request_id] = ending
+        for request_id in list(islice(self._endings, max(0, len(self._endings) - MAX_ENDED))):
+            del self._endings[request_id]
 
     def latest(self, limit: int) -> Iterator[DecisionRecord]:
         """The last decisions, the latest first. Decisions made during the iteration are not
         included."""
         for entry in list(islice(self._kept(), limit)):
-            yield entry._replace(ending=self.endings.of(entry.query.request_id))
+            yield entry._replace(ending=self._endings.get(entry.query.request_id))
 
     def took_s(self) -> list[float]:
         """How long these decisions took, seconds."""
@@ -201,7 +183,7 @@ class RecentDecisions:
 
     def _kept(self) -> Iterator[DecisionRecord]:
         """The latest first."""
-        entries = islice(reversed(self._entries.values()), self._limit)
+        entries = islice(reversed(self._entries.values()), DECISIONS)
         return (DecisionRecord(*entry) for entry in entries)
 
 
@@ -214,10 +196,9 @@ MAX_CLASSIFIED = 100_000
 
 
 class RequestClasses:
-    """Remembers classes of ``limit`` requests from decision to end. ``O(1)`` each, amortised."""
+    """Remembers classes of requests from decision to end. ``O(1)`` each, amortised."""
 
-    def __init__(self, limit: int = MAX_CLASSIFIED) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._classes: dict[int, str] = {}
 
     def __len__(self) -> int:
@@ -226,9 +207,9 @@ class RequestClasses:
     def note(self, key: int, service_class: str) -> None:
         """A request was placed."""
         self._classes[key] = service_class
-        if len(self._classes) > self._limit:
+        if len(self._classes) > MAX_CLASSIFIED:
             # Many at once: removing the oldest entry of a dict one at a time is quadratic.
-            self.ended(list(islice(self._classes, max(1, self._limit // 10))))
+            self.ended(list(islice(self._classes, max(1, MAX_CLASSIFIED // 10))))
 
     def ended(self, keys: Iterable[int]) -> None:
         """Requests ended; unknown ones are ignored."""

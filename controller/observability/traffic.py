@@ -5,12 +5,12 @@ Only an actor with shadow policies keeps it. One process reads it, and what it h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from sluice.controller.observability.recent_decisions import Endings, RecentDecisions
+from sluice.controller.observability.recent_decisions import RecentDecisions
 from sluice.controller.state.mirror import MirroredReplica
 from sluice.protocol.messages import ReplicaHello, RequestEnding
 from sluice.scheduling.placement.placer import DecisionInputs
@@ -40,26 +40,12 @@ class Traffic(NamedTuple):
     lost: bool = False
 
 
-class _RecordedEndings(Endings):
-    """The latest endings, and those that were not read yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unread: deque[RequestEnding] = deque(maxlen=MAX_KEPT)
-
-    def note(self, endings: Iterable[RequestEnding]) -> None:
-        """Requests ended."""
-        endings = tuple(endings)
-        super().note(endings)
-        self.unread.extend(endings)
-
-
 class RecordedDecisions(RecentDecisions):
     """The latest decisions, and the traffic that was not read yet. ``O(1)`` a decision."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.endings = self._ended = _RecordedEndings()
+        self._unread_endings: deque[RequestEnding] = deque(maxlen=MAX_KEPT)
         self._unread: deque[tuple[float, RouteQuery]] = deque(maxlen=MAX_KEPT)
 
     def note(
@@ -74,17 +60,22 @@ class RecordedDecisions(RecentDecisions):
         super().note(query, decision, decided_s, took_s, weighed)
         self._unread.append((decided_s, query))
 
+    def ended(self, endings: Sequence[RequestEnding]) -> None:
+        """Requests ended."""
+        super().ended(endings)
+        self._unread_endings.extend(endings)
+
     def read(
         self, replicas: Mapping[str, MirroredReplica], now_s: float, with_replicas: bool
     ) -> Traffic:
         """The next of the traffic, which is dropped. ``O(MAX_READ + replicas)``."""
-        lost = MAX_KEPT in (len(self._unread), len(self._ended.unread))
+        lost = MAX_KEPT in (len(self._unread), len(self._unread_endings))
         queries = [
             (at_s, query._replace(client_request_id="")) for at_s, query in _taken(self._unread)
         ]
-        endings = _taken(self._ended.unread)
+        endings = _taken(self._unread_endings)
         found = {n: (each.hello, each.summary) for n, each in replicas.items() if with_replicas}
-        more = bool(self._unread or self._ended.unread)
+        more = bool(self._unread or self._unread_endings)
         return Traffic(now_s, queries, endings, hash(frozenset(replicas)), found, more, lost)
 
 

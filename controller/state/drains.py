@@ -106,10 +106,8 @@ _HEARD: Final = 2
 class Drains:
     """The drain settings by replica; drained ones are closed in ``fleet``. ``O(1)``, amortised."""
 
-    def __init__(self, fleet: Fleet, kept_s: float = KEPT_S, most_silent: int = MAX_SILENT) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._kept_s = kept_s
-        self._most_silent = most_silent
         self._words: dict[str, bool] = {}
         self._answers: dict[str, int] = {}
         self._silent_since_s: dict[str, float] = {}
@@ -158,7 +156,7 @@ class Drains:
         since_s.update({each: now_s for each in replica_ids if each in self._words})
         while since_s:
             oldest = next(iter(since_s))
-            if now_s - since_s[oldest] < self._kept_s and len(since_s) <= self._most_silent:
+            if now_s - since_s[oldest] < KEPT_S and len(since_s) <= MAX_SILENT:
                 return
             self.forget(oldest)
 

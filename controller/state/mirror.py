@@ -152,13 +152,11 @@ class Mirror:
         epoch: int,
         fleet: Fleet,
         forget_after_s: float,
-        limit: int = MAX_REPLICAS,
         ended: Callable[[int, float], None] | None = None,
     ) -> None:
         self.epoch = epoch
         self._fleet = fleet
         self._forget_after_s = forget_after_s
-        self._limit = limit
         self._ended = ended
         self._replicas: dict[str, MirroredReplica] = {}
         self.replicas: Mapping[str, MirroredReplica] = MappingProxyType(self._replicas)
@@ -166,14 +164,14 @@ class Mirror:
 
     def hello(self, hello: ReplicaHello, now_s: float) -> None:
         """Register a replica, or replace its state. Raises ValueError, with nothing changed: the
-        message is malformed, or ``limit`` replicas are known."""
+        message is malformed, or ``MAX_REPLICAS`` are known."""
         hello = checked_hello(hello)
         replica = self._replicas.get(hello.replica_id)
         if replica is None:
-            if len(self._replicas) >= self._limit:
+            if len(self._replicas) >= MAX_REPLICAS:
                 raise ValueError(
                     f"replica {hello.replica_id!r} is refused: "
-                    f"{self._limit} replicas are known, which is the limit"
+                    f"{MAX_REPLICAS} replicas are known, which is the limit"
                 )
             replica = MirroredReplica(hello)
             self._replicas[hello.replica_id] = replica

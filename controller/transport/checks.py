@@ -48,12 +48,6 @@ from sluice.scheduling.request.kernels import Ints, compiled
 # compiled for each kind of array. So each function here converts them to one kind first.
 
 
-def are_sound(slots: np.ndarray, rows: np.ndarray, capacity: int) -> bool:
-    """Whether rows (one per slot) may be written into a table of ``capacity`` slots; the other
-    checks say what is wrong with them. ``O(n log n)``."""
-    return not len(slots) or bool(_sound(_integers(slots), _plain(rows), capacity))
-
-
 def write(
     table: np.ndarray, slots: np.ndarray, rows: np.ndarray
 ) -> tuple[int, list[int], list[list[int]]]:
@@ -69,7 +63,7 @@ def write(
 def compile_now() -> None:
     """Call every loop once, on a toy message."""
     slots, rows = np.array([0], np.int32), np.zeros(1, ROW)
-    are_sound(slots, rows, 1)
+    _problem(_integers(slots), _plain(rows), 1)
     write(np.zeros(1, ROW), slots, rows)
 
 
@@ -84,23 +78,42 @@ def _plain(rows: np.ndarray) -> np.ndarray:
     return rows if rows.flags.carray else np.array(rows)
 
 
+_PROBLEMS = (
+    "",
+    "slots must be from 0 to {}",
+    "slots: a slot appears twice in one message",
+    f"phase must be from 0 to {RUNNING}",
+    "the key and the counts of a request (tokens, blocks, priority) must be at least 0",
+    "a request's arrival must be a finite time",
+    "first_token_s and last_token_s must be finite times, or nan for none",
+    "best_effort must be 0 or 1",
+    "ttft_s, tpot_s and e2e_s must be positive, or infinite for none",
+)
+
+
 @compiled
-def _sound(slots: Ints, rows: np.ndarray, capacity: int) -> bool:
+def _problem(slots: Ints, rows: np.ndarray, capacity: int) -> int:
+    """What is wrong with rows (one per slot) for a table of ``capacity`` slots, as an index of
+    ``_PROBLEMS``."""
     seen = np.zeros(capacity, np.bool_)
     for place in range(len(slots)):
         slot = slots[place]
-        if slot < 0 or slot >= capacity or seen[slot]:
-            return False
+        if slot < 0 or slot >= capacity:
+            return 1
+        if seen[slot]:
+            return 2
         seen[slot] = True
     for place in range(len(rows)):
         row = rows[place]
-        if row.phase != 0 and not _live_row_is_sound(row):
-            return False
-    return True
+        if row.phase != 0:
+            problem = _problem_of_live_row(row)
+            if problem:
+                return problem
+    return 0
 
 
 @compiled
-def _live_row_is_sound(row: Any) -> bool:
+def _problem_of_live_row(row: Any) -> int:
     counts = min(
         row.priority,
         row.prompt_tokens,
@@ -112,20 +125,18 @@ def _live_row_is_sound(row: Any) -> bool:
         row.best_effort,
         row.later_stages,
         row.later_tokens,
-        row.phase,
     )
-    return (
-        row.key >= 0
-        and counts >= 0
-        and row.phase <= RUNNING
-        and row.best_effort <= 1
-        and isfinite(row.arrival_s)
-        and not isinf(row.first_token_s)
-        and not isinf(row.last_token_s)
-        and row.ttft_s > 0
-        and row.tpot_s > 0
-        and row.e2e_s > 0
-    )
+    if row.phase < 0 or row.phase > RUNNING:
+        return 3
+    if row.key < 0 or counts < 0:
+        return 4
+    if not isfinite(row.arrival_s):
+        return 5
+    if isinf(row.first_token_s) or isinf(row.last_token_s):
+        return 6
+    if row.best_effort > 1:
+        return 7
+    return 0 if row.ttft_s > 0 and row.tpot_s > 0 and row.e2e_s > 0 else 8
 
 
 @compiled
@@ -161,7 +172,6 @@ TurnEnds = Annotated[tuple[LoopTurnEnd, ...], msgspec.Meta(max_length=MAX_TURN_E
 Uses = Annotated[tuple[QuotaUse, ...], msgspec.Meta(max_length=MAX_USES)]
 """The arguments of actor calls."""
 
-_COUNTS = [name for name in ROW.names or () if ROW[name] == np.int32]
 _SUMMARY_COUNTS = ("steps", "waiting", "running", "free_kv_blocks", "total_kv_blocks")
 _SUMMARY_CORRECTIONS = ("correction", "fixed_correction")
 _SUMMARY_TIMES = (
@@ -223,18 +233,6 @@ def check_changes(message: ReplicaHello | ReplicaDelta, capacity: int) -> None:
     _check_held(message.held_slots, message.held)
 
 
-def has_bytes(text: str) -> bool:
-    """Whether ``text`` can be encoded: half of a surrogate pair cannot, and a metrics page that
-    contained it could not be sent."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _check_number(name: str, value: float) -> None:
     if not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise ValueError(f"{name} must be a number within +-{MAX_NUMBER:g}, got {value}")
@@ -245,18 +243,12 @@ def _check_array(name: str, slots: Any) -> None:
         raise ValueError(f"{name} must be a one-dimensional integer array, got {short(slots)}")
 
 
-def _check_slots(name: str, slots: Any, capacity: int) -> None:
-    _check_array(name, slots)
-    if not len(slots):
-        return
-    if slots.min() < 0 or slots.max() >= capacity:
-        raise ValueError(f"{name} must be from 0 to {capacity - 1}, got {short(slots)}")
-    if len(set(slots.tolist())) != len(slots):
-        raise ValueError(f"{name}: a slot appears twice in one message")
-
-
 def _check_held(slots: Any, held: Any) -> None:
-    _check_slots("held_slots", slots, HELD_SLOTS)
+    _check_array("held_slots", slots)
+    if len(slots) and (slots.min() < 0 or slots.max() >= HELD_SLOTS):
+        raise ValueError(f"held_slots must be from 0 to {HELD_SLOTS - 1}, got {short(slots)}")
+    if len(set(slots.tolist())) != len(slots):
+        raise ValueError("held_slots: a slot appears twice in one message")
     if not isinstance(held, np.ndarray) or held.dtype != HELD or held.shape != slots.shape:
         raise ValueError(
             f"held must be an array of the type of held chunks, one per slot ({slots.shape}), "
@@ -279,32 +271,8 @@ def _check_rows(slots: Any, rows: Any, capacity: int) -> None:
             f"rows must be an array of the row type, one per slot ({slots.shape}), "
             f"got {short(rows)}"
         )
-    if are_sound(slots, rows, capacity):
-        return
-    _check_slots("slots", slots, capacity)
-    phase = rows["phase"]
-    if phase.min() < 0 or phase.max() > RUNNING:
-        raise ValueError(f"phase must be from 0 to {RUNNING}, got {short(phase)}")
-    _check_live_rows(rows[phase != 0])
-
-
-def _check_live_rows(rows: np.ndarray) -> None:
-    if not len(rows):
-        return
-    if rows["key"].min() < 0:
-        raise ValueError("a request's key must be at least 0")
-    if min(rows[name].min() for name in _COUNTS) < 0:
-        raise ValueError("the counts of a request (tokens, blocks, priority) must be at least 0")
-    if not np.isfinite(rows["arrival_s"]).all():
-        raise ValueError("a request's arrival must be a finite time")
-    for name in ("first_token_s", "last_token_s"):
-        if np.isinf(rows[name]).any():
-            raise ValueError(f"{name} must be a finite time, or nan for none")
-    if rows["best_effort"].max() > 1:
-        raise ValueError("best_effort must be 0 or 1")
-    for name in ("ttft_s", "tpot_s", "e2e_s"):
-        if not (rows[name] > 0).all():
-            raise ValueError(f"{name} must be positive, or infinite for none")
+    if len(slots) and (problem := _problem(_integers(slots), _plain(rows), capacity)):
+        raise ValueError(_PROBLEMS[problem].format(capacity - 1))
 
 
 def _check_summary(summary: Any) -> None:
@@ -317,8 +285,9 @@ def _check_summary(summary: Any) -> None:
     for name, value in zip(_SUMMARY_COUNTS, values[len(_SUMMARY_TIMES) :], strict=True):
         if value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")
-    if summary["transfers"]:
-        _check_transfers(summary)
+    for name in _SUMMARY_TRANSFERS if summary["transfers"] else ():  # else they are unused
+        if not 0 <= summary[name].item() < inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {summary[name]}")
     stop_s, answer_s, spread, *corrections = values[_SUMMARY_STOP : len(_SUMMARY_TIMES)]
     for name, value in (("planned_stop_s", stop_s), ("kv_answer_s", answer_s)):
         if value < 0:
@@ -330,13 +299,6 @@ def _check_summary(summary: Any) -> None:
             )
     if not 0 <= spread <= MAX_SPREAD:
         raise ValueError(f"step_spread must be from 0 to {MAX_SPREAD}, got {spread}")
-
-
-def _check_transfers(summary: np.void) -> None:
-    """Check the sums over KV transfers; they are unused while ``transfers`` is 0."""
-    for name in _SUMMARY_TRANSFERS:
-        if not 0 <= summary[name].item() < inf:
-            raise ValueError(f"{name} must be finite and at least 0, got {summary[name]}")
 
 
 @lru_cache(maxsize=32)

@@ -14,6 +14,7 @@ from math import inf, isnan, nan
 
 from msgspec import structs
 
+from sluice.controller.client import ControllerClient
 from sluice.protocol.messages import LateNotice, RequestEnding
 from sluice.protocol.requests import EVENT_STREAM, EngineRequest, request_key
 from sluice.router.config import RouterConfig
@@ -34,7 +35,7 @@ from sluice.router.dispatch.attempt import (
 from sluice.router.dispatch.causes import late_parts
 from sluice.router.dispatch.migrations import Migrations, Moves
 from sluice.router.dispatch.offers import Offers
-from sluice.router.dispatch.placement import DecisionService, PlacementClient, unpromised
+from sluice.router.dispatch.placement import PlacementClient, unpromised
 from sluice.router.dispatch.retries import (
     NOT_RESUMABLE,
     RETRY_PAUSE_S,
@@ -91,7 +92,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        controller: DecisionService,
+        controller: ControllerClient,
         replicas: Replicas,
         metrics: RouterMetrics,
         config: RouterConfig,

@@ -17,10 +17,11 @@ from typing import Final
 
 from msgspec import structs
 
+from sluice.controller.client import ControllerClient
 from sluice.protocol.messages import MAX_WAITS, FirstTokenWait
 from sluice.protocol.requests import EVENT_STREAM, UNABLE, EngineRequest, KVHandle, request_key
 from sluice.router.dispatch.attempt import Answer, Attempt, MovedError, OpenAttempts
-from sluice.router.dispatch.placement import DecisionService, PlacementClient
+from sluice.router.dispatch.placement import PlacementClient
 from sluice.router.dispatch.retries import may_migrate, prefill_of, rest_of
 from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
@@ -40,7 +41,7 @@ class Moves:
     """Waiting requests of one router process and model. Runs on its event loop."""
 
     attempts: OpenAttempts
-    controller: DecisionService
+    controller: ControllerClient
     placements: PlacementClient
     clock: Callable[[], float]
     moving: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -169,7 +170,7 @@ class Migrations:
     ``moving``: those being asked about or moved, until their next attempt has begun or failed."""
 
     attempts: OpenAttempts
-    controller: DecisionService
+    controller: ControllerClient
     placements: PlacementClient
     replicas: Replicas
     metrics: RouterMetrics

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
+from sluice.controller.client import ControllerClient
 from sluice.protocol.requests import NO_TURN, request_key
 from sluice.router import wire
 from sluice.router.config import RouterConfig, ServiceClass
@@ -28,10 +28,8 @@ from sluice.router.request.prompt import TokenEstimator
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.router.serve.hint import START_WAIT_S
 from sluice.router.tenancy.limits import ANYONE, Client
-from sluice.scheduling.fleet.breaker import ReplicaFault
 from sluice.scheduling.fleet.ranks import replica_of
 from sluice.scheduling.placement.quotes import Quote
-from sluice.scheduling.placement.windows import Leftover
 from sluice.scheduling.request.job import (
     DECLINED,
     MAX_TOKENS,
@@ -382,44 +380,6 @@ LOOP_RETRY_S = 10.0  # when to try again to begin a loop that cannot be promised
 FULL_FOR_S = 5.0  # longest time for which one decision marks a class as out of capacity, seconds
 
 
-class DecisionService(Protocol):
-    """The part of the controller's client that the router uses."""
-
-    async def route(self, query: RouteQuery) -> RouteDecision | None:
-        """The decision, or ``None`` if the controller does not answer in time."""
-
-    async def quote(self, query: RouteQuery, hold_s: float) -> Quote | None:
-        """What would be decided, or ``None`` if the controller does not answer in time."""
-
-    def release(self, key: int) -> None:
-        """Release a reservation that was not used. Returns at once."""
-
-    def replica_gone(self, replica_ids: Sequence[str]) -> None:
-        """These replicas no longer serve requests. Returns at once."""
-
-    def faulted(self, replica_id: str, fault: ReplicaFault) -> None:
-        """This replica has failed a request, or is unresponsive. Returns at once."""
-
-    def ended(self, ending: RequestEnding) -> None:
-        """A request that was placed has ended. Returns at once."""
-
-    def late(self, notice: LateNotice) -> None:
-        """A promised response that still runs is late. Returns at once."""
-
-    async def leftover(self, query: RouteQuery, in_flight: int) -> Leftover | None:
-        """What is left for batches with lines like ``query``; ``None``: not known."""
-
-    def on_leaving(self, leaving: Callable[[Sequence[str]], None]) -> None:
-        """About once a second, pass the drained or stopping replicas to ``leaving``."""
-
-    def on_sync(
-        self,
-        waits: Callable[[], Sequence[FirstTokenWait]],
-        missing: Callable[[Sequence[int]], None],
-    ) -> None:
-        """About once a second, ask about ``waits``; those that will miss TTFT go to ``missing``."""
-
-
 UNDECIDED: Final = RouteDecision(None, "undecided")
 """No decision (controller unreachable, or none needed): Serve's balancing chooses."""
 
@@ -437,7 +397,7 @@ class PlacementClient:
     def __init__(
         self,
         estimator: TokenEstimator,
-        controller: DecisionService,
+        controller: ControllerClient,
         metrics: RouterMetrics,
         config: RouterConfig,
         replicas: Replicas,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from sluice.controller.client import ControllerClient
 from sluice.protocol.requests import Progress
 from sluice.router.dispatch.attempt import Answer, Attempt, OpenAttempts
-from sluice.router.dispatch.placement import DecisionService
 from sluice.router.dispatch.retries import RetryBudget
 from sluice.router.dispatch.suspicion import ends_when_hung
 from sluice.router.errors import Reason
@@ -74,7 +74,7 @@ class StallDetector:
 
     attempts: OpenAttempts
     replicas: Replicas
-    controller: DecisionService
+    controller: ControllerClient
     budget: RetryBudget
     metrics: RouterMetrics
     after_s: float

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from math import inf
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -113,23 +112,15 @@ class ControllerMetricsPage:
             return None
 
 
-class Page(Protocol):
-    """Renders the metrics of the whole application."""
-
-    async def render(self) -> bytes:
-        """Prometheus text, version 0.0.4. Never fails: at worst it shows this router's alone."""
+Render = Callable[[], Awaitable[bytes]]
+"""Makes the page of the whole application, in Prometheus' text format. Never fails: at worst it
+shows this router's metrics alone."""
 
 
-class MetricsOfModels:
-    """Several models' pages as one, each line with its model's name as a label."""
-
-    def __init__(self, pages: Mapping[str, Page]) -> None:
-        self._pages = pages
-
-    async def render(self) -> bytes:
-        """Prometheus text. ``O(lines)``."""
-        texts = await asyncio.gather(*(page.render() for page in self._pages.values()))
-        return merged(dict(zip(self._pages, texts, strict=True)))
+async def rendered(pages: Mapping[str, ControllerMetricsPage]) -> bytes:
+    """Several models' pages as one, each line with its model's name as a label. ``O(lines)``."""
+    texts = await asyncio.gather(*(page.render() for page in pages.values()))
+    return merged(dict(zip(pages, texts, strict=True)))
 
 
 def merged(pages: Mapping[str, bytes]) -> bytes:

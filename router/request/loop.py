@@ -6,18 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 from msgspec import structs
+from pydantic import BaseModel, Field
 
+from sluice.controller.client import ControllerClient
 from sluice.router import wire
 from sluice.router.config import LoopTerms
-from sluice.router.errors import invalid, shown
+from sluice.router.errors import invalid
 from sluice.router.request.session import MAX_SESSION_CHARACTERS, hash_of
+from sluice.router.request.validation import validated
+from sluice.router.tenancy.limits import Milliseconds
 from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
 from sluice.scheduling.placement.loops import (
     IDLE_S,
-    LoopPart,
     LoopPromises,
     LoopTurn,
     LoopTurnEnd,
@@ -28,11 +31,18 @@ FIELD = f"{wire.SLO_FIELD}.{wire.LOOP}"
 DEADLINE_FIELD = f"{FIELD}.{LOOP_DEADLINE}"
 
 
-class StatedLoop(NamedTuple):
+class StatedLoop(BaseModel, strict=True, extra="forbid", frozen=True):
     """A loop as a client states it."""
 
-    id: str
-    deadline_ms: float
+    id: Annotated[str, Field(min_length=1, max_length=MAX_SESSION_CHARACTERS)]
+    deadline_ms: Milliseconds
+
+
+ALLOWED_MS = f"a number of milliseconds from {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:.0f}"
+_ALLOWED = {
+    "id": f"a string of 1 to {MAX_SESSION_CHARACTERS} characters",
+    LOOP_DEADLINE: ALLOWED_MS,
+}
 
 
 class Loop(NamedTuple):
@@ -67,24 +77,9 @@ def read_loop(value: Any) -> StatedLoop | None:
     """The loop in ``value``, ``None`` if that is. Raises ApiError: 400."""
     if value is None:
         return None
-    keys = {"id", LOOP_DEADLINE}
-    if not isinstance(value, dict) or value.keys() != keys:
+    if not isinstance(value, dict) or value.keys() != StatedLoop.model_fields.keys():
         raise invalid(f"{FIELD} must be an object with id and {LOOP_DEADLINE}", FIELD)
-    name, deadline_ms = value["id"], value[LOOP_DEADLINE]
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_SESSION_CHARACTERS:
-        raise invalid(
-            f"{FIELD}.id must be a string of 1 to {MAX_SESSION_CHARACTERS} characters, "
-            f"got {shown(name)}",
-            FIELD,
-        )
-    number = isinstance(deadline_ms, int | float) and not isinstance(deadline_ms, bool)
-    if not number or not MIN_OBJECTIVE_MS <= deadline_ms <= MAX_OBJECTIVE_MS:
-        raise invalid(
-            f"{DEADLINE_FIELD} must be a number of milliseconds from {MIN_OBJECTIVE_MS:g} to "
-            f"{MAX_OBJECTIVE_MS:.0f}, got {shown(deadline_ms)}",
-            FIELD,
-        )
-    return StatedLoop(name, float(deadline_ms))
+    return validated(StatedLoop, value, f"{FIELD}.{{}}".format, _ALLOWED.__getitem__, FIELD)
 
 
 def loop_of(stated: StatedLoop, owner: str, terms: LoopTerms | None) -> Loop:
@@ -101,22 +96,12 @@ def loop_in(service_class: str, terms: LoopTerms, session: int) -> Loop:
     return Loop(key, terms.deadline_ms / 1000, terms.idle_ms / 1000)
 
 
-class LoopService(Protocol):
-    """The part of the controller's client that loops need."""
-
-    async def loop_turn(self, turn: LoopTurn) -> LoopPart | None:
-        """A turn has arrived. ``None``: the controller does not answer."""
-
-    def loop_ended(self, ended: LoopTurnEnd) -> None:
-        """A turn has ended. Returns at once."""
-
-
 class LoopDeadlines:
     """The turns of loops at this router; one per router process. It remembers loops, too: a
     restarted controller learns them from its routers, and without a controller a loop begins with
     its first turn here, and nothing of it is promised."""
 
-    def __init__(self, service: LoopService | None, clock: Callable[[], float]) -> None:
+    def __init__(self, service: ControllerClient | None, clock: Callable[[], float]) -> None:
         self._service = service
         self._clock = clock
         self._here = LoopPromises()

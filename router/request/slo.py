@@ -17,10 +17,10 @@ from sluice.protocol.requests import ANTHROPIC, Endpoint
 from sluice.router import wire
 from sluice.router.config import RouterConfig
 from sluice.router.errors import invalid, shown
-from sluice.router.request.loop import DEADLINE_FIELD, StatedLoop, read_loop
+from sluice.router.request.loop import ALLOWED_MS, DEADLINE_FIELD, StatedLoop, read_loop
 from sluice.router.request.validation import INTEGER, validated
 from sluice.router.tenancy.limits import NO_CAPS, LimitCheck, Milliseconds, TenantLimits
-from sluice.router.wire import LOOP_DEADLINE, MAX_OBJECTIVE_MS, MIN_OBJECTIVE_MS
+from sluice.router.wire import LOOP_DEADLINE
 from sluice.scheduling.request.objective import MAX_PRIORITY, MIN_PRIORITY, SLO
 from sluice.scheduling.request.stages import MAX_STAGE_TOKENS, MAX_STAGES, Stage
 
@@ -100,18 +100,17 @@ def _read(name: str, value: Any) -> StatedStage:
         )
     allowed = {"until": _ALLOWED_UNTIL}
     return validated(
-        StatedStage, value, f"{name}.{{}}".format, lambda key: allowed.get(key, _ALLOWED_MS), FIELD
+        StatedStage, value, f"{name}.{{}}".format, lambda key: allowed.get(key, ALLOWED_MS), FIELD
     )
 
 
 # As many digits as floats of that range are printed with, so that clients may send any such value.
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,20})?")
 _INTEGER = re.compile(r"[0-9]{1,12}")
-_ALLOWED_MS = f"a number of milliseconds from {MIN_OBJECTIVE_MS:g} to {MAX_OBJECTIVE_MS:.0f}"
 _ALLOWED = {
-    wire.TTFT: _ALLOWED_MS,
-    wire.TPOT: _ALLOWED_MS,
-    wire.E2E: _ALLOWED_MS,
+    wire.TTFT: ALLOWED_MS,
+    wire.TPOT: ALLOWED_MS,
+    wire.E2E: ALLOWED_MS,
     wire.PRIORITY: f"an integer from {MIN_PRIORITY} to {MAX_PRIORITY}",
 }
 
@@ -245,7 +244,7 @@ class SloReader:
         if loop is not None:
             deadline_ms = limit_check.objective_ms(LOOP_DEADLINE, loop.deadline_ms, DEADLINE_FIELD)
             assert deadline_ms is not None
-            loop = loop._replace(deadline_ms=deadline_ms)
+            loop = loop.model_copy(update={"deadline_ms": deadline_ms})
         if stages:
             slo = SLO.of_stages(
                 [

@@ -491,10 +491,13 @@ async def test_a_controller_ends_when_nobody_speaks_to_it(app: str) -> None:
     await until(ended, "it ends by itself, and Ray does not restart it")
 
 
-async def test_a_refused_batch_is_no_answer_to_its_requests(common: str) -> None:
+async def test_a_refused_batch_is_no_answer_to_its_requests(
+    common: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = CollectorRegistry()
     async with connected(common, registry=registry) as client:
-        client._first._queries._batch = 2 * MAX_QUERIES  # a client that does not know the limit
+        # A client that does not know the limit.
+        monkeypatch.setattr("sluice.controller.cell_client.MAX_BATCH", 2 * MAX_QUERIES)
         count = MAX_QUERIES + 1
         assert await asyncio.gather(*(client.route(query(key)) for key in range(count))) == (
             [None] * count

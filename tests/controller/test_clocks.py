@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sluice.controller.actor import Controller
 from sluice.controller.config import ControllerConfig
-from sluice.protocol.connection import ClockOffset
+from sluice.protocol.connection import WINDOW_S, ClockOffset
 from sluice.scheduling.request.job import RouteDecision, RouteQuery
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, decode_row, delta, free_row, hello, waiting_row
@@ -29,7 +29,7 @@ def test_the_quickest_recent_message_tells_how_the_clocks_differ(
 ) -> None:
     """Whatever the skew: what is said of a message is how much longer than the quickest it took,
     of all in the last window, and perhaps of some in the two before."""
-    offset, window_s = ClockOffset(window_s=30.0), 30.0
+    offset, window_s = ClockOffset(), WINDOW_S
     heard: list[tuple[float, float]] = []
     now_s = 0.0
     for way_s in ways_s:
@@ -45,7 +45,7 @@ def test_the_quickest_recent_message_tells_how_the_clocks_differ(
 
 
 def test_a_clock_that_stood_still_is_followed() -> None:
-    offset = ClockOffset(window_s=30.0)
+    offset = ClockOffset()
     assert offset.observe(100.0, 100.0) == 0.0
     # The sender's machine was moved, and its clock was not told of those 7 s.
     for now_s in (101.0, 115.0, 129.0, 131.0, 159.0):
@@ -55,7 +55,7 @@ def test_a_clock_that_stood_still_is_followed() -> None:
 
 
 def test_one_that_was_silent_for_long_is_judged_anew() -> None:
-    offset = ClockOffset(window_s=30.0)
+    offset = ClockOffset()
     offset.observe(100.0, 100.0)
     assert offset.observe(1_000.0, 1_005.0) == 0.0
     assert offset.seconds == 5.0

@@ -184,9 +184,12 @@ async def test_dead_drained_replicas_are_forgotten_and_those_out_of_reach_stay_d
     assert (await controller.route([])).closed == (ids[0],)
 
 
-def test_words_on_silent_replicas_are_bounded_and_those_on_living_ones_are_kept() -> None:
+def test_words_on_silent_replicas_are_bounded_and_those_on_living_ones_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sluice.controller.state.drains.MAX_SILENT", 10)
     fleet = Fleet()
-    drains = Drains(fleet, most_silent=10)
+    drains = Drains(fleet)
     drains.drain("alive")
     for index in range(100):
         name = f"dead{index}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, nan
+from math import inf
 from typing import Any
 
 import pytest
@@ -10,8 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.controller.config import ControllerConfig
-from sluice.controller.observability.recent_decisions import UNKNOWN_CLASS, Endings, RequestClasses
-from sluice.protocol.messages import MAX_ENDINGS, LateNotice, RequestEnding
+from sluice.controller.observability import recent_decisions
+from sluice.controller.observability.recent_decisions import (
+    UNKNOWN_CLASS,
+    RecentDecisions,
+    RequestClasses,
+)
+from sluice.protocol.messages import (
+    MAX_ENDINGS,
+    MAX_WAITS,
+    FirstTokenWait,
+    LateNotice,
+    RequestEnding,
+)
 from sluice.scheduling.request.lateness import Cause
 from sluice.scheduling.request.objective import SLO
 from tests.controller.fleet import Clock, ObservedController, hello, newer_push, query
@@ -27,8 +38,9 @@ def test_classes_are_remembered_until_the_end() -> None:
     assert classes.of([1, 2]) == [UNKNOWN_CLASS, "batch"]
 
 
-def test_requests_that_never_end_are_forgotten_in_the_end() -> None:
-    classes = RequestClasses(limit=20)
+def test_requests_that_never_end_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_decisions, "MAX_CLASSIFIED", 20)
+    classes = RequestClasses()
     for key in range(1_000):
         classes.note(key, "chat")
         assert len(classes) <= 20
@@ -98,62 +110,31 @@ async def test_of_several_attempts_the_last_one_has_the_ending() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "message",
     [
-        None,
-        7,
-        [None],
-        [ENDING._replace(request_id="")],
-        [ENDING._replace(outcome="x" * 300)],
-        [ENDING._replace(missed=("speed",))],
-        [ENDING._replace(missed="ttft")],
-        [ENDING._replace(missed=([],))],
-        [ENDING._replace(tokens=-1)],
-        [ENDING._replace(ttft_s=nan)],
-        [ENDING._replace(e2e_s=inf)],
-        [ENDING._replace(tpot_s=-0.1)],
-        [ENDING._replace(error=5)],
-        [ENDING._replace(service_class=None)],
-        [ENDING._replace(service_class="x" * 300)],
-        [ENDING._replace(tenant=-1)],
-        [ENDING._replace(tenant=1.0)],
-        [ENDING._replace(most_tokens="16")],
-        [ENDING] * (MAX_ENDINGS + 1),
+        ([ENDING] * (MAX_ENDINGS + 1),),
+        ((), [LATE] * (MAX_ENDINGS + 1)),
+        ((), (), [FirstTokenWait(1, "a", 1.0, 0.5)] * (MAX_WAITS + 1)),
+        ([ENDING], [LATE._replace(ttft_s=inf)]),
     ],
 )
-async def test_a_malformed_ending_is_refused(wrong: Any) -> None:
-    controller = await controller_of()
-    with pytest.raises(ValueError):
-        await controller.sync(wrong)
-    assert (await controller.figures()).counts.reports["refused"] == 1
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        None,
-        [ENDING],
-        [LATE._replace(request_id="")],
-        [LATE._replace(ttft_s=inf)],
-        [LATE._replace(tpot_s=-0.1)],
-        [LATE] * (MAX_ENDINGS + 1),
-    ],
-)
-async def test_a_malformed_notice_is_refused_and_the_endings_with_it(wrong: Any) -> None:
+async def test_a_sync_is_bounded_and_refused_whole(message: Any) -> None:
     controller = await controller_of()
     await controller.route([query(7)._replace(request_id=ENDING.request_id)])
     with pytest.raises(ValueError):
-        await controller.sync([ENDING], wrong)
+        await controller.sync(*message)
     (entry,) = await told(controller)
     assert entry["ended"] is None
+    assert (await controller.figures()).counts.reports["refused"] == 1
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=20))
 def test_the_latest_endings_are_kept_each_once(pushes: list[list[int]]) -> None:
-    endings, latest = Endings(limit=10), list[str]()
+    recent, latest = RecentDecisions(), list[str]()
     for push in pushes:
-        endings.note([ENDING._replace(request_id=str(name)) for name in push])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recent_decisions, "MAX_ENDED", 10)
+            recent.ended([ENDING._replace(request_id=str(name)) for name in push])
         for name in map(str, push):
             latest = [each for each in latest if each != name] + [name]
-    assert len(endings) == len(latest[-10:])
-    assert all(endings.of(name) is not None for name in latest[-10:])
+    assert [*recent._endings] == latest[-10:]

@@ -94,7 +94,7 @@ class Side:
     """The hub and the history as the controller uses them."""
 
     def __init__(self) -> None:
-        self.hub, self.history = MetricsHub(source_ttl_s=1e9), History(period_s=10, window_s=60)
+        self.hub, self.history = MetricsHub(), History(period_s=10, window_s=60)
 
     def push(self, router: Router, now_s: float) -> None:
         self.push_registry(router.name, router.registry, now_s)

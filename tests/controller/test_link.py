@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sluice.controller import cell_client as link_module
-from sluice.controller.cell_client import Coalescer, Link
+from sluice.controller.cell_client import CallMetrics, Coalescer, Link
 from sluice.controller.config import ControllerConfig
 from sluice.controller.transport.channel import NoAnswerError
 
@@ -37,9 +37,15 @@ class FarSide:
         self.unwanted.append((question, answer))
 
 
-def make(far: FarSide, **limits: float) -> Coalescer[int, int]:
-    options = {"timeout_s": 5.0, **limits}
-    return Coalescer(far.send, far.take_back, **options)  # type: ignore[arg-type]
+def make(far: FarSide, timeout_s: float = 5.0) -> Coalescer[int, int]:
+    return Coalescer(far.send, far.take_back, timeout_s)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One question a call, one call at a time, and two questions that wait."""
+    for name, most in (("BATCH", 1), ("CALLS", 1), ("QUEUED", 2)):
+        monkeypatch.setattr(link_module, f"MAX_{name}", most)
 
 
 async def turns() -> None:
@@ -56,10 +62,14 @@ async def test_questions_of_one_turn_go_in_one_call() -> None:
     assert far.calls == [list(range(64))]
 
 
-async def test_batches_and_calls_are_bounded_and_the_rest_gathers() -> None:
+async def test_batches_and_calls_are_bounded_and_the_rest_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_BATCH", 4)
+    monkeypatch.setattr(link_module, "MAX_CALLS", 2)
     far = FarSide()
     far.gate.clear()
-    coalescer = make(far, batch=4, calls=2)
+    coalescer = make(far)
     asked = [asyncio.create_task(coalescer.ask(number)) for number in range(11)]
     await turns()
     assert far.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -68,10 +78,10 @@ async def test_batches_and_calls_are_bounded_and_the_rest_gathers() -> None:
     assert far.calls[2:] == [[8, 9, 10]]
 
 
-async def test_a_full_queue_refuses_at_once() -> None:
+async def test_a_full_queue_refuses_at_once(few: None) -> None:
     far = FarSide()
     far.gate.clear()
-    coalescer = make(far, batch=1, calls=1, queue=2)
+    coalescer = make(far)
     asked = [asyncio.create_task(coalescer.ask(0))]
     await turns()
     asked += [asyncio.create_task(coalescer.ask(number)) for number in (1, 2)]
@@ -127,11 +137,13 @@ async def test_an_asker_cancelled_in_the_turn_of_its_answer_gives_it_back() -> N
     assert far.unwanted == [(2, 4)]
 
 
-async def test_a_question_whose_asker_left_is_not_sent() -> None:
+async def test_a_question_whose_asker_left_is_not_sent(few: None) -> None:
     far = FarSide()
     far.gate.clear()
-    coalescer = make(far, batch=1, calls=1)
-    asked = [asyncio.create_task(coalescer.ask(number)) for number in (1, 2, 3)]
+    coalescer = make(far)
+    asked = [asyncio.create_task(coalescer.ask(1))]
+    await turns()
+    asked += [asyncio.create_task(coalescer.ask(number)) for number in (2, 3)]
     await turns()
     asked[1].cancel()
     far.gate.set()
@@ -151,10 +163,10 @@ async def test_a_failed_call_fails_its_askers_and_only_them(failure: Exception) 
     assert await coalescer.ask(3) == 9
 
 
-async def test_queued_questions_can_be_failed_at_once() -> None:
+async def test_queued_questions_can_be_failed_at_once(few: None) -> None:
     far = FarSide()
     far.gate.clear()
-    coalescer = make(far, batch=1, calls=1)
+    coalescer = make(far)
     asked = [asyncio.create_task(coalescer.ask(number)) for number in (1, 2)]
     await turns()
     coalescer.fail_queued()
@@ -201,7 +213,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
 async def test_a_slow_answer_to_other_than_decisions_and_reports_is_no_loss(
     actor: Actor, method: str
 ) -> None:
-    link = Link("app", ControllerConfig(), lambda: None)
+    link = Link("app", ControllerConfig(), lambda: None, CallMetrics(None))
     with pytest.raises(NoAnswerError, match="timeout"):
         await link.call(method, timeout_s=0.001)
     assert link.up
@@ -213,7 +225,7 @@ async def test_a_report_without_an_answer_is_a_loss_that_is_repaired(
     actor: Actor, method: str
 ) -> None:
     downs: list[None] = []
-    link = Link("app", ControllerConfig(), lambda: downs.append(None))
+    link = Link("app", ControllerConfig(), lambda: downs.append(None), CallMetrics(None))
     with pytest.raises(NoAnswerError, match="timeout"):
         await link.call(method, timeout_s=0.001)
     assert not link.up
@@ -230,15 +242,15 @@ async def test_who_gave_up_waiting_hears_of_the_answer_that_comes_after_all(
         asked.append(asyncio.get_running_loop().create_future())
         return asked[-1]
 
-    link = Link("app", ControllerConfig(), lambda: None)
+    link = Link("app", ControllerConfig(), lambda: None, CallMetrics(None))
     late: list[Any] = []
     with monkeypatch.context() as patched:
         patched.setattr(Method, "remote", ask)
         for _ in range(2):
             with pytest.raises(NoAnswerError, match="timeout"):
-                await link.call("endpoint", timeout_s=0.001, on_late=late.append)
+                await link.ask("endpoint", timeout_s=0.001, on_late=late.append)
         with pytest.raises(NoAnswerError, match="timeout"):
-            await link.call("endpoint", timeout_s=0.001)
+            await link.ask("endpoint", timeout_s=0.001)
     asked[0].set_result("reply")
     asked[1].set_exception(KeyError("no answer"))
     assert asked[2].cancelled()
@@ -249,7 +261,7 @@ async def test_who_gave_up_waiting_hears_of_the_answer_that_comes_after_all(
 async def test_an_unexpected_failure_of_a_probe_does_not_end_the_repair(
     actor: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    link = Link("app", ControllerConfig(), lambda: None)
+    link = Link("app", ControllerConfig(), lambda: None, CallMetrics(None))
     actor.probed = [KeyError("unheard of"), KeyError("unheard of")]
     link.lost()
     await _repaired(link)

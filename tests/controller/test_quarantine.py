@@ -22,7 +22,7 @@ from sluice.scheduling.fleet.breaker import (
     PROBE_S,
     ReplicaFault,
 )
-from sluice.scheduling.request.job import MAX_AVOIDED, RouteDecision, Tier
+from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.roles import Role
 from tests.controller.fleet import (
     Clock,
@@ -333,39 +333,11 @@ async def test_replicas_that_are_gone_or_closed_do_not_count_for_half() -> None:
     assert await fleet.quarantined() == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("source", "notices"),
-    [
-        (ROUTER, "a"),
-        (ROUTER, ["a"]),
-        (ROUTER, [("a",)]),
-        (ROUTER, [FaultNotice("", ReplicaFault.HUNG)]),
-        (ROUTER, [FaultNotice("a", "sulking")]),  # type: ignore[arg-type]
-        (ROUTER, [FaultNotice(7, ReplicaFault.HUNG)]),  # type: ignore[arg-type]
-        (-1, []),
-        ("router", []),
-        (True, []),
-    ],
-)
-async def test_what_is_no_notice_is_refused(source: Any, notices: Any) -> None:
-    fleet = await Fleet("a", "b").join()
-    with pytest.raises(ValueError, match=r"must be any of|: expected"):
-        await fleet.controller.faulted(source, notices)
-    assert await fleet.quarantined() == ()
-
-
 async def test_routers_without_number_are_forgotten() -> None:
     fleet = await Fleet("a", "b", "c").join()
     for source in range(MAX_ROUTERS + 50):
         await fleet.fault("a", fault=ReplicaFault.FAILED, source=source)
     assert len(fleet.controller._quarantine._accused) == MAX_ROUTERS
-
-
-@pytest.mark.parametrize("avoid", [["a"] * (MAX_AVOIDED + 1), [""], [7], "a"])
-async def test_a_malformed_list_to_avoid_is_refused(avoid: Any) -> None:
-    fleet = await Fleet("a").join()
-    assert (await fleet.place(avoid=avoid)).reason == "invalid_query"
-    assert (await fleet.place(avoid=("a",))).reason == "placed"
 
 
 NAMES = ("a", "b", "c", "d")

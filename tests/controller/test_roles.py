@@ -191,16 +191,6 @@ async def test_each_role_has_a_load_of_its_own() -> None:
         await controller.load("both")  # type: ignore[arg-type]
 
 
-async def test_what_is_no_role_or_no_key_is_refused() -> None:
-    controller, _ = await controller_of("prefill", "decode")
-    for role in ("both", "", None, ["mixed"]):
-        with pytest.raises(ValueError, match="role must be any of mixed, prefill, decode"):
-            await controller.hello(hello("x")._replace(role=role))  # type: ignore[arg-type]
-    for key in (-1, 1 << 63, "7", 1.5, True, 1):
-        asked = query(1)._replace(prefill_key=key)  # type: ignore[arg-type]
-        assert (await placed(controller, asked)).reason == "invalid_query"
-
-
 async def test_learnt_transfers_are_in_the_next_promise() -> None:
     controller, epoch = await controller_of("prefill", "decode")
     before = (await placed(controller, split(1))).kv_transfer_s

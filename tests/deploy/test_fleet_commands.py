@@ -37,7 +37,7 @@ from tests.controller.fleet import (
     waiting_row,
 )
 from tests.e2e.conftest import wait_until
-from tests.router.far_side import FarController, FarSide, LocalPage
+from tests.router.far_side import FarController, FarSide, local_page
 
 KEY = "an-admin-key-of-the-tests"
 
@@ -63,7 +63,7 @@ class Application:
         dispatcher = Dispatcher(FarController(), side, metrics, config)
         fleets = ModelRegistry([Model("m", dispatcher, Catalog(side), metrics)], metrics)
         admin_service = AdminService({"m": self.controller}, gpu_hour_price=gpu_hour_price)
-        api = make_api(config, fleets, LocalPage(metrics), admin_service=admin_service)
+        api = make_api(config, fleets, local_page(metrics), admin_service=admin_service)
         self.server = uvicorn.Server(
             uvicorn.Config(api, host="127.0.0.1", port=self.port, log_level="warning")
         )

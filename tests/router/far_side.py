@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 
 import httpx
@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from prometheus_client import generate_latest
 from starlette.types import Message, Send
 
+from sluice.controller.client import ControllerClient
 from sluice.controller.transport.checks import checked_query
 from sluice.protocol.messages import FirstTokenWait, LateNotice, RequestEnding
 from sluice.protocol.requests import (
@@ -39,7 +40,6 @@ from sluice.router.errors import Reason
 from sluice.router.ingress.middleware import Shedder
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.request.call import Call
-from sluice.router.request.loop import LoopService
 from sluice.router.request.prompt import PromptSize
 from sluice.router.serve.contract import Forward, ReplicaFailedError, ReplicaStream
 from sluice.router.serve.running import CHOSEN
@@ -435,14 +435,13 @@ class Clock:
         self.now_s += seconds
 
 
-class LocalPage:
-    """The metrics of one router."""
+def local_page(metrics: RouterMetrics) -> Callable[[], Awaitable[bytes]]:
+    """Renders the metrics of one router."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+    async def render() -> bytes:
+        return generate_latest(metrics.registry)
 
-    async def render(self) -> bytes:
-        return generate_latest(self._metrics.registry)
+    return render
 
 
 class Edge:
@@ -457,7 +456,7 @@ class Edge:
         unix_clock: Callable[[], float] = time.time,
         telemetry: Telemetry | None = None,
         admin_service: AdminService | None = None,
-        loop_service: LoopService | None = None,
+        loop_service: ControllerClient | None = None,
     ) -> None:
         self.side = side
         self.controller = controller or FarController(next(iter(side.behaviours), None))
@@ -478,7 +477,7 @@ class Edge:
         self.api: FastAPI = make_api(
             self.config,
             self.fleets,
-            LocalPage(self.metrics),
+            local_page(self.metrics),
             unix_clock=unix_clock,
             telemetry=telemetry,
             admin_service=admin_service,

@@ -102,7 +102,7 @@ class HubClient:
 
 
 def page_of(client: HubClient, clock: Clock, metrics: RouterMetrics) -> ControllerMetricsPage:
-    pusher = MetricsPusher(client, metrics.registry, "mine")
+    pusher = MetricsPusher(client.push_metrics, metrics.registry, "mine")
     return ControllerMetricsPage(client, pusher, metrics.registry, clock, clock.pause)  # type: ignore[arg-type]
 
 
@@ -119,13 +119,13 @@ async def test_the_page_is_the_fleets_or_else_this_routers_gauges() -> None:
     client = HubClient()
     clock = Clock()
     mine, others = RouterMetrics(), RouterMetrics()
-    await MetricsPusher(client, others.registry, "others").push_now()
+    await MetricsPusher(client.push_metrics, others.registry, "others").push_now()
     page = page_of(client, clock, mine)
     mine.retries.inc(2)
     mine.fallbacks(Fallback.NO_ANSWER).inc()
     mine.in_flight.inc(4)
     others.retries.inc(3)
-    await MetricsPusher(client, others.registry, "others").push_now()
+    await MetricsPusher(client.push_metrics, others.registry, "others").push_now()
     fleet = await read(page)
     assert fleet["sluice_retries_total"] == 5
     assert fleet["sluice_observer_up"] == 1
@@ -162,7 +162,7 @@ async def test_the_last_gauges_stand_while_the_observer_does_not_answer() -> Non
 
 async def test_a_push_that_fails_takes_the_fleets_page_from_nobody() -> None:
     client, metrics = HubClient(), RouterMetrics()
-    await MetricsPusher(client, metrics.registry, "others").push_now()
+    await MetricsPusher(client.push_metrics, metrics.registry, "others").push_now()
     page = page_of(client, Clock(), metrics)
 
     async def lost(push: MetricsPush) -> bool:

@@ -27,7 +27,7 @@ from sluice.router.errors import ApiError, Reason
 from sluice.router.metrics.instruments import RouterMetrics
 from sluice.router.metrics.page import merged
 from sluice.router.serve.contract import ReplicaFailedError
-from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, Items, LocalPage, serve
+from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, Items, local_page, serve
 from tests.router.virtual_time import VirtualTime
 
 
@@ -70,7 +70,7 @@ class Two:
             ],
             self.edge,
         )
-        self.api = make_api(config, self.fleets, LocalPage(self.edge))
+        self.api = make_api(config, self.fleets, local_page(self.edge))
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
@@ -250,12 +250,11 @@ async def test_the_pages_of_models_are_one_page_with_their_names() -> None:
     edge.refused("chat", Reason.INVALID_API_KEY)
     pushed: list[MetricsPush] = []
 
-    class Target:
-        async def push_metrics(self, push: MetricsPush) -> bool:
-            pushed.append(push)
-            return True
+    async def deliver(push: MetricsPush) -> bool:
+        pushed.append(push)
+        return True
 
-    await MetricsPusher(Target(), edge.registry, "edge", labels={"model": "none"}).push_now()
+    await MetricsPusher(deliver, edge.registry, "edge", labels={"model": "none"}).push_now()
     assert all(("model", "none") in sample.labels for sample in pushed[0].samples)
     texts = {name: generate_latest(page.registry) for name, page in pages.items()}
     texts["a"] += b'sluice_x_total{outcome="a b{",model="none"} 1.0\n'

@@ -93,23 +93,11 @@ async def picked(stream: Stream) -> dict[str, str]:
     return named
 
 
-@asynccontextmanager
-async def opened(named: dict[str, str]) -> AsyncIterator[httpx.Response]:
-    """The endpoint's answer once it has begun."""
-    url = f"http://{named[ENDPOINT_KEY]}/v1/completions"
-    headers = {TICKET_HEADER: named[TICKET_HEADER]}
-    async with (
-        httpx.AsyncClient(timeout=60) as client,
-        client.stream("POST", url, headers=headers) as answer,
-    ):
-        yield answer
-
-
 async def fetched(named: dict[str, str]) -> httpx.Response:
     """The endpoint's whole answer."""
-    async with opened(named) as answer:
-        await answer.aread()
-        return answer
+    url = f"http://{named[ENDPOINT_KEY]}/v1/completions"
+    async with httpx.AsyncClient(timeout=60) as client:
+        return await client.post(url, headers={TICKET_HEADER: named[TICKET_HEADER]})
 
 
 async def test_an_objective_is_placed_and_its_stream_comes_from_the_replica() -> None:
@@ -146,23 +134,6 @@ async def test_an_objective_is_placed_and_its_stream_comes_from_the_replica() ->
         ended = {"class": "standard", "outcome": "ok", "endpoint": "completions"}
         assert system.edge.sample("sluice_requests_total", **ended) == 1
         assert system.edge.sample("sluice_streams_total", way="direct") == 1
-
-
-async def test_where_envoy_buffers_bodies_the_answer_to_the_body_names_the_endpoint() -> None:
-    async with picking() as system, streaming(system.port) as stream:
-        await stream.send(request_headers(modes=BUFFERED))
-        first = await stream.answer()
-        assert not set_headers(first.request_headers.response.header_mutation)
-        await stream.send(request_body(body()))
-        answer = await stream.answer()
-        common = answer.request_body.response
-        named = set_headers(common.header_mutation)
-        assert common.body_mutation.clear_body and named["content-length"] == "0"
-        assert (await fetched(named)).status_code == 200
-        await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
-        assert set_headers((await stream.answer()).response_headers.response.header_mutation)
-        await stream.end()
-        await system.idle()
 
 
 async def immediate(stream: Stream) -> tuple[int, dict[str, str], bytes]:
@@ -210,30 +181,6 @@ async def test_what_is_refused_gets_what_http_clients_get() -> None:
         await system.idle()
 
 
-async def test_without_capacity_a_class_that_rejects_gets_429_with_the_time_to_wait() -> None:
-    strict = ServiceClass(ttft_ms=2_000, tpot_ms=1_000, when_unattainable="reject")
-    config = RouterConfig(classes={"strict": strict}, default_class="strict")
-    prompt = "word " * 4_000
-
-    async def one(system: System) -> tuple[int, dict[str, str], bytes] | None:
-        async with streaming(system.port) as stream:
-            await begin(stream, prompt=prompt)
-            answer = await stream.answer()
-            if not answer.HasField("immediate_response"):
-                return None
-            refused = answer.immediate_response
-            return refused.status.code, set_headers(refused.headers), refused.body
-
-    async with picking(config) as system:
-        outcomes = await asyncio.gather(*(one(system) for _ in range(24)))
-        refused = [outcome for outcome in outcomes if outcome is not None]
-        assert 0 < len(refused) < 24
-        for status, headers, content in refused:
-            assert status == 429 and json.loads(content)["error"]["code"] == "slo_unattainable"
-            assert int(headers["retry-after"]) >= 1
-        await system.idle()
-
-
 @pytest.mark.parametrize("lost", [True, False])
 async def test_a_lost_stream_of_envoy_ends_the_request(lost: bool) -> None:
     """Before an endpoint was named: the prompt is long."""
@@ -257,35 +204,6 @@ async def test_an_envoy_that_does_not_fetch_the_stream_ends_the_request() -> Non
             await picked(stream)
             assert system.held == 1
         await system.idle()
-
-
-async def test_the_clients_end_of_the_stream_ends_the_request() -> None:
-    async with picking(step_s=0.02) as system, streaming(system.port) as stream:
-        await stream.send(request_headers(modes=BUFFERED))
-        await stream.answer()
-        await stream.send(request_body(body(max_tokens=8_000)))
-        named = set_headers((await stream.answer()).request_body.response.header_mutation)
-        async with opened(named):
-            await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
-            await stream.answer()
-            await stream.end()
-            assert await stream.status() is grpc.StatusCode.OK
-            assert system.held == 1, "the stream is still read"
-        await system.idle()
-
-
-async def test_a_response_that_breaks_is_reset() -> None:
-    """The replica's engine ends the stream while it is read: Envoy resets its client's."""
-    async with picking(step_s=0.02) as system, streaming(system.port) as stream:
-        await begin(stream, max_tokens=8_000)
-        async with opened(await picked(stream)) as reading:
-            await stream.send(message(Part.RESPONSE_HEADERS, status="200"))
-            added = set_headers((await stream.answer()).response_headers.response.header_mutation)
-            await system.replicas[added["x-sluice-replica"]].stop()
-            assert await stream.answer() is None
-            assert await stream.status() is grpc.StatusCode.UNAVAILABLE
-            with pytest.raises(httpx.HTTPError):
-                await reading.aread()
 
 
 def subset(*addresses: str) -> bytes:

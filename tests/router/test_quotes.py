@@ -27,8 +27,8 @@ from sluice.scheduling.request.job import (
 from tests.router.batches.routers import until_true
 from tests.router.far_side import CHAT_BODY, Edge, FarController, FarSide, serve
 from tests.router.local_controller import LocalController
+from tests.router.local_replicas import Replicas
 from tests.router.test_admission import guaranteed, unattainable
-from tests.router.test_drain_moves_streams import Replicas
 
 ENGINE = SimulatedEngineConfig(step_s=0.005, token_s=0.0001, context_token_s=0.0)
 CLASSES = {
