@@ -581,7 +581,8 @@ class CellClient:
         """Send the pending notices until none is left; one call at a time."""
         try:
             while self._notices:
-                method, items = self._notices.popitem()
+                method = next(iter(self._notices))  # the oldest first
+                items = self._notices.pop(method)
                 args = (self._source, items) if method == "faulted" else (items,)
                 try:
                     await self.delivered(method, *args)
