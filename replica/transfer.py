@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hmac import compare_digest
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 MAGIC = b"SluiceKV"
 PROTOCOL = 1
@@ -54,8 +57,8 @@ class Handle(NamedTuple):
     """Identifies kept KV and authorises its fetch; ``secret``: 128 bits, constant-time
     comparison."""
 
-    name: bytes
-    secret: bytes
+    name: Annotated[bytes, Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+    secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
     @classmethod
     def new(cls) -> Handle:
@@ -64,9 +67,7 @@ class Handle(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> Handle:
-        """Read it back. Raises ValueError: ``data`` has another length."""
-        if len(data) != HANDLE_BYTES:
-            raise ValueError(f"a handle has {HANDLE_BYTES} bytes, got {len(data)}")
+        """Read :data:`HANDLE_BYTES` bytes back."""
         return cls(data[:NAME_BYTES], data[NAME_BYTES:])
 
     def __bytes__(self) -> bytes:
@@ -260,44 +261,35 @@ def fetch(
 DIGEST_BYTES = 16
 
 
-class Offer(NamedTuple):
+_Port = Annotated[int, Meta(gt=0, lt=65_536)]
+
+
+class Offer(msgspec.Struct, frozen=True):
     """KV kept for another engine: address of each worker by tensor-parallel rank, digest of model
     and memory layout, handle, and the tokens and the ``prompt_digest`` of the prompt, or of the
     beginning that was cached."""
 
-    addresses: tuple[tuple[str, int], ...]
-    layout: bytes
+    addresses: Annotated[tuple[tuple[str, _Port], ...], Meta(min_length=1, max_length=1024)]
+    layout: Annotated[bytes, Meta(min_length=LAYOUT_BYTES, max_length=LAYOUT_BYTES)]
     handle: Handle
-    prompt_tokens: int
-    prompt: bytes
+    prompt_tokens: Annotated[int, Meta(ge=1)]
+    prompt: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+    def __post_init__(self) -> None:
+        for host, _ in self.addresses:
+            ip_address(host)  # a name would need a lookup, which no time-out covers
 
     def to_params(self) -> dict[str, Any]:
         """As vLLM's ``kv_transfer_params``: plain data."""
-        return {
-            "do_remote_prefill": True,
-            "addresses": [list(address) for address in self.addresses],
-            "layout": self.layout.hex(),
-            "handle": bytes(self.handle).hex(),
-            "prompt_tokens": self.prompt_tokens,
-            "prompt": self.prompt.hex(),
-        }
+        return {"do_remote_prefill": True, **msgspec.to_builtins(self)}
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Offer:
         """Read it back. Raises ValueError: ``params`` is no output of :meth:`to_params`."""
-        addresses = params.get("addresses")
-        if not isinstance(addresses, list) or not 0 < len(addresses) <= 1024:
-            raise ValueError("addresses must be a list with an address for each worker")
-        tokens = params.get("prompt_tokens")
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"prompt_tokens must be at least 1, got {tokens!r}")
-        return cls(
-            tuple(map(_address, addresses)),
-            _bytes(params, "layout", LAYOUT_BYTES),
-            Handle.of(_bytes(params, "handle")),
-            tokens,
-            _bytes(params, "prompt", DIGEST_BYTES),
-        )
+        try:
+            return msgspec.convert(params, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
 
     def source(self, rank: int) -> Source:
         """Where the worker of this rank fetches its part."""
@@ -326,24 +318,6 @@ def prompt_digest(request: Any, tokens: int | None = None) -> bytes | None:
         digest.update(repr(part).encode())
     digest.update(array("q", request.prompt_token_ids[:tokens]).tobytes())
     return digest.digest()
-
-
-def _address(given: Any) -> tuple[str, int]:
-    match given:
-        case [str(host), int(port)] if not isinstance(port, bool) and 0 < port < 65_536:
-            # Names would need a lookup, which no time-out covers.
-            return str(ip_address(host)), port
-    raise ValueError("an address must be an IP address and a port")
-
-
-def _bytes(params: Mapping[str, Any], name: str, length: int | None = None) -> bytes:
-    text = params.get(name)
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be hexadecimal digits")
-    data = bytes.fromhex(text)
-    if length is not None and len(data) != length:
-        raise ValueError(f"{name} must be {length} bytes, got {len(data)}")
-    return data
 
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from sluice.scheduling.autoscaling.role_shares import (
 )
 from sluice.scheduling.batching import BatchPolicy
 from sluice.scheduling.latency.model import LatencyModel
-from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
+from sluice.scheduling.placement.migration import RunningStream, streams_to_move
 from sluice.scheduling.placement.output_lengths import LengthPredictor
 from sluice.scheduling.placement.placer import MAX_TOGETHER
 from sluice.scheduling.request.job import MAX_TOKENS, UNATTAINABLE, RouteDecision, RouteQuery, Tier
@@ -239,7 +239,6 @@ class Migrations:
         self._interval_s = config.push_interval_s
         self._named = named
         self._send = send
-        self._policy = MigrationPolicy()
         self._left: dict[int, list[str]] = {}
         self._moved_s: dict[int, float] = {}
         # The replica that each stream is leaving.
@@ -265,13 +264,13 @@ class Migrations:
         }
         keys, streams = list(seen), list(seen.values())
         under_way = sum(each is source for each in self._moving.values())
-        for place in self._policy.chosen(streams, under_way, now_s, source.draining):
+        for place in streams_to_move(streams, under_way, now_s, source.draining):
             query = self._query(keys[place], streams[place], source, now_s)
             placed = self._mirror.place(query, now_s)
             target = self._named.get(placed.replica_id or "")
             if target is None or target is source:
                 continue
-            if not self._policy.pays(streams[place], placed.kv_transfer_s):
+            if not streams[place].pays(placed.kv_transfer_s):
                 self._mirror.release(query.key)
                 continue
             self._moving[query.key] = source

@@ -26,7 +26,7 @@ from sluice.router.dispatch.retries import may_migrate, prefill_of, rest_of
 from sluice.router.metrics.instruments import MoveReason, RouterMetrics
 from sluice.router.serve.contract import ReplicaFailedError, Replicas
 from sluice.scheduling.fleet.prefix import NO_PREFIX
-from sluice.scheduling.placement.migration import MigrationPolicy, RunningStream
+from sluice.scheduling.placement.migration import RunningStream, streams_to_move
 from sluice.scheduling.request.job import RouteDecision, Tier
 from sluice.scheduling.request.objective import MIN_TPOT_TOKENS, SLO, TokenClock, TPOTAnchor
 
@@ -175,7 +175,6 @@ class Migrations:
     replicas: Replicas
     metrics: RouterMetrics
     clock: Callable[[], float]
-    policy: MigrationPolicy = field(default_factory=MigrationPolicy)
     streams: dict[Attempt, _Stream | None] = field(default_factory=dict)
     leaving_ids: frozenset[str] = frozenset()
     refusals: Counter[str] = field(default_factory=Counter)
@@ -231,7 +230,7 @@ class Migrations:
         under_way = sum(stream.place == place for stream in self.moving.values())
         leaves = place in self.leaving_ids
         seen = [stream.seen(now_s) for stream in able]
-        for index in self.policy.chosen(seen, under_way, now_s, leaves):
+        for index in streams_to_move(seen, under_way, now_s, leaves):
             stream = able[index]
             self.moving[stream.attempt] = stream
             task = asyncio.create_task(self._move(stream, seen[index], leaves), name="migrate")
@@ -246,7 +245,7 @@ class Migrations:
             found = await self._elsewhere(stream, seen, key)
             if found is None:
                 return
-            pays = self.policy.pays(seen, found.kv_transfer_s)
+            pays = seen.pays(found.kv_transfer_s)
             if pays and stream.may_move and attempt.abandon(MovedError()):
                 moves = True
                 answer.moves_to = found

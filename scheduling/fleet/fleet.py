@@ -294,12 +294,6 @@ class Fleet:
             return "quarantined"
         return "fresh" if silent_s < self.settings.aged_after_s else "aged"
 
-    def cached_tokens(self, prefix: tuple[int, ...], rows: Ints) -> Floats:
-        """Prompt tokens with this prefix that each of ``rows`` has in its KV cache."""
-        if not prefix:
-            return np.zeros(len(rows))
-        return self.prefixes.cached_tokens(prefix, rows).astype(np.float64)
-
     def budgets_s(self, rows: Ints, now_s: float) -> Floats:
         """The prefill admission budget of each of ``rows`` within the reference TTFT, seconds, see
         :func:`sluice.scheduling.fleet.rows.budget_s`."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.scheduling.latency.model import LatencyModel
+from sluice.scheduling.recent import used
 from sluice.scheduling.request.kernels import (
     ACCEPTANCE,
     BEST_EFFORT,
@@ -309,15 +310,9 @@ class AcceptanceRates:
             raise ValueError(
                 f"accepted must be from 0 to checked, got {accepted} and {checked} checked"
             )
-        known = self._learned.get(service_class)
-        if known is None:
-            if not checked:
-                return
-            known = self._learned[service_class] = [0.0, 0.0]
-            if len(self._learned) > MAX_CLASSES:
-                self._learned.popitem(last=False)
-        else:
-            self._learned.move_to_end(service_class)
+        if not checked and service_class not in self._learned:
+            return
+        known = used(self._learned, service_class, lambda: [0.0, 0.0], MAX_CLASSES)
         trials = accepted + (accepted < checked) if checked else 0
         kept = 1 - (trials / MEMORY_TRIALS if trials else 1 / FADING_STEPS)
         known[0] = kept * known[0] + accepted

@@ -100,42 +100,22 @@ class RunningStream(NamedTuple):
             return self.token_s > self.tpot_s
         return self.left_s > self.granted_s and self.token_s > 0.0
 
-
-class MigrationPolicy:
-    """Chooses the streams of one replica that move next: at most ``at_once`` of them, each at most
-    ``most_moves`` times and not within ``rest_s`` of its last move. Stateless."""
-
-    def __init__(
-        self, at_once: int = AT_ONCE, rest_s: float = REST_S, most_moves: int = MAX_MOVES
-    ) -> None:
-        self._at_once = at_once
-        self._rest_s = rest_s
-        self._most_moves = most_moves
-
-    def chosen(
-        self, streams: Sequence[RunningStream], under_way: int, now_s: float, leaves: bool
-    ) -> list[int]:
-        """Positions in ``streams`` of those that move now, in order, beside those ``under_way``.
-        ``O(n log n)``. From a replica that leaves, those with most left first, as they would end
-        the drain; else only late ones, least slack first."""
-        free = self._at_once - under_way
-        if free <= 0:
-            return []
-        able = [
-            place
-            for place, stream in enumerate(streams)
-            if stream.moves < self._most_moves
-            and now_s - stream.moved_s >= self._rest_s
-            and (leaves or stream.late)
-        ]
-        if leaves:
-            able.sort(key=lambda place: -streams[place].left_s)
-        else:
-            able.sort(key=lambda place: streams[place].slack_s)
-        return able[:free]
-
-    @staticmethod
-    def pays(stream: RunningStream, transfer_s: float) -> bool:
+    def pays(self, transfer_s: float) -> bool:
         """Whether a move is worth its transfer of predicted ``transfer_s``: the stream would not
         end about as soon where it is."""
-        return stream.left_s >= WORTH * transfer_s
+        return self.left_s >= WORTH * transfer_s
+
+
+def streams_to_move(
+    streams: Sequence[RunningStream], under_way: int, now_s: float, leaves: bool
+) -> list[int]:
+    """Positions in ``streams``, those of one replica, of the ones that move now, in order, beside
+    those ``under_way``. ``O(n log n)``. From a replica that leaves, those with most left first, as
+    they would end the drain; else only late ones, least slack first."""
+    able = [
+        place
+        for place, stream in enumerate(streams)
+        if stream.moves < MAX_MOVES and now_s - stream.moved_s >= REST_S and (leaves or stream.late)
+    ]
+    able.sort(key=lambda place: -streams[place].left_s if leaves else streams[place].slack_s)
+    return able[: max(0, AT_ONCE - under_way)]

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import erfc, exp, inf, isfinite, log, nan, pi, sqrt
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,19 +35,6 @@ MAX_TASK_NAME = 256
 """Longest name of a task class that is followed, characters."""
 
 _TAIL = 8.0
-
-
-class LengthPredictor(Protocol):
-    """Predicts output lengths. Not thread-safe."""
-
-    def predict(self, task: str, prompt_tokens: int) -> float:
-        """Expected output tokens of a new request of ``task``; nan if nothing is known of it."""
-
-    def least(self, task: str) -> float:
-        """Output tokens that almost any request of ``task`` surely has; 0 if that is not known."""
-
-    def observe(self, task: str, output_tokens: int) -> None:
-        """A request of ``task`` completed with ``output_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +75,15 @@ def _hazard(score: float) -> float:
 
 @dataclass(slots=True)
 class _Moments:
-    """Mean and variance of what was observed, the last ``memory`` or so counting most."""
+    """Mean and variance of what was observed, the last 200 or so counting most."""
 
     count: int = 0
     mean: float = 0.0
     variance: float = 0.0
 
-    def add(self, value: float, memory: int) -> None:
-        """Plain moments of the first ``memory`` values, exponentially forgetting ones after."""
-        self.count = min(self.count + 1, memory)
+    def add(self, value: float) -> None:
+        """Plain moments of the first 200 values, exponentially forgetting ones after."""
+        self.count = min(self.count + 1, 200)
         difference = value - self.mean
         share = 1 / self.count
         self.mean += share * difference
@@ -104,18 +91,10 @@ class _Moments:
 
 
 class TaskLengths:
-    """Predicts by task class: the Gaussian of about the last ``memory`` requests. ``O(1)`` per
-    call; at most ``max_tasks`` classes are learned.
+    """Predicts by task class: the Gaussian of about the last 200 requests. ``O(1)`` per call; at
+    most ``MAX_TASKS`` classes are learned."""
 
-    Raises ``ValueError`` for ``memory`` below 2 or ``max_tasks`` outside [1, ``MAX_TASKS``]."""
-
-    def __init__(self, memory: int = 200, max_tasks: int = MAX_TASKS) -> None:
-        if memory < 2:
-            raise ValueError(f"memory must be at least 2 requests, got {memory}")
-        if not 1 <= max_tasks <= MAX_TASKS:
-            raise ValueError(f"max_tasks must be from 1 to {MAX_TASKS}, got {max_tasks}")
-        self._memory = memory
-        self._max_tasks = max_tasks
+    def __init__(self) -> None:
         # By task, of the lengths and of their logarithms.
         self._learned: OrderedDict[str, tuple[_Moments, _Moments]] = OrderedDict()
 
@@ -147,15 +126,9 @@ class TaskLengths:
         and a class with a name above :data:`MAX_TASK_NAME` characters is not followed."""
         if output_tokens < 1 or len(task) > MAX_TASK_NAME:
             return
-        learned = self._learned.get(task)
-        if learned is None:
-            learned = self._learned[task] = (_Moments(), _Moments())
-            if len(self._learned) > self._max_tasks:
-                self._learned.popitem(last=False)
-        else:
-            self._learned.move_to_end(task)
+        learned = used(self._learned, task, lambda: (_Moments(), _Moments()), MAX_TASKS)
         for moments, value in zip(learned, (output_tokens, log(output_tokens)), strict=True):
-            moments.add(value, self._memory)
+            moments.add(value)
 
 
 class OracleLengths:
@@ -185,6 +158,10 @@ class OracleLengths:
 
     def observe(self, task: str, output_tokens: int) -> None:
         """Nothing is learned: all is known."""
+
+
+LengthPredictor = TaskLengths | OracleLengths
+"""Predicts output lengths."""
 
 
 MEMORY: Final = 256

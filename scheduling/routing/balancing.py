@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from math import inf
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,18 +233,3 @@ class MinLoad(RoutingPolicy):
     def choose(self, job: Job, fleet: Fleet) -> int:
         """The replica with the fewest requests."""
         return int(np.argmin(requests_at(fleet.figures[job.rows])))
-
-
-Inner = Literal["least_tokens", "least_work", "min_load", "pab"]
-
-_POLICIES: dict[Inner, type[RoutingPolicy]] = {
-    "least_tokens": LeastTokens,
-    "least_work": LeastWork,
-    "min_load": MinLoad,
-    "pab": PABBalancing,
-}
-
-
-def make_inner(name: Inner) -> RoutingPolicy:
-    """A new policy with its default options."""
-    return _POLICIES[name]()

@@ -12,7 +12,7 @@ from pydantic import Field
 from sluice.scheduling.fleet.fleet import Fleet
 from sluice.scheduling.fleet.rows import requests_at
 from sluice.scheduling.policy import PolicyOptions
-from sluice.scheduling.routing.balancing import Inner, make_inner
+from sluice.scheduling.routing.balancing import LeastTokens
 from sluice.scheduling.routing.base import Job, RoutingPolicy
 
 
@@ -26,14 +26,11 @@ class SessionAffinityOptions(PolicyOptions):
         description="A replica takes a session's request while it has at most 1 + epsilon times "
         "the mean of all replicas' requests.",
     )
-    otherwise: Inner = Field(
-        default="least_tokens", description="Policy that places requests without a session."
-    )
 
 
 class SessionAffinity(RoutingPolicy):
     """Takes the replica that ranks highest for the request's session and has capacity.
-    ``O(replicas)``. The inner policy places a request without a session.
+    ``O(replicas)``. ``least_tokens`` places a request without a session.
 
     The rank is a hash of session and replica name (rendezvous hashing): a restart keeps it, and a
     replica that leaves moves only its own sessions. Capacity is at most ``ceil((1 + epsilon) *
@@ -51,7 +48,7 @@ class SessionAffinity(RoutingPolicy):
         options = options or SessionAffinityOptions()
         super().__init__(options)
         self._share = 1.0 + options.epsilon
-        self._otherwise = make_inner(options.otherwise)
+        self._otherwise = LeastTokens()
         # The replicas of the fleet's rows, and a hash of each.
         self._ids: list[str] = []
         self._hashes: NDArray[np.uint64] = np.zeros(0, np.uint64)

@@ -116,7 +116,7 @@ def test_the_index_is_the_tables_whatever_is_lost_or_repeated(
         rows = np.array([fleet.row_of[name]])
         for chunk in range(1, 10):
             expected = 100.0 * chunk if chunk in side.table.values() else 0.0
-            assert fleet.cached_tokens((chunk,), rows).tolist() == [expected]
+            assert fleet.prefixes.cached_tokens((chunk,), rows).tolist() == [expected]
     for name in sides:
         mirror.forget(name)
     assert len(fleet.prefixes) == 0

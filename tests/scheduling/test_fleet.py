@@ -33,17 +33,6 @@ def tokens_at(ledger: Ledger, replica_id: str) -> list[float]:
     return [entry.new_tokens for entry in ledger.at(replica_id)]
 
 
-def test_a_second_decision_for_a_request_moves_its_reservation() -> None:
-    ledger = Ledger(ttl_s=5)
-    ledger.reserve(1, made("a", 100))
-    assert ledger.reserve(1, made("b", 70, now_s=1)) == {"a"}
-    assert tokens_at(ledger, "a") == []
-    assert tokens_at(ledger, "b") == [70]
-    # Its age counts from the second decision.
-    assert ledger.expire(5.5) == set()
-    assert ledger.expire(6.0) == {"b"}
-
-
 def test_what_nobody_could_confirm_is_postponed() -> None:
     ledger = Ledger(ttl_s=5)
     ledger.reserve(1, made("a"))
@@ -64,15 +53,6 @@ def test_the_ends_of_ended_reservations_are_forgotten() -> None:
         assert len(ledger._ends) <= _MAX_STALE + 2
     assert ledger.expire(1_000) == set()
     assert ledger.expired == 0
-
-
-def test_a_full_ledger_gives_up_the_one_that_would_expire_first() -> None:
-    ledger = Ledger(ttl_s=5, limit=2)
-    ledger.reserve(1, made("b", awaited_s=7))
-    ledger.reserve(2, made("a", now_s=1))
-    assert ledger.reserve(3, made("c", now_s=2)) == {"a"}
-    assert 2 not in ledger
-    assert len(ledger) == 2
 
 
 def test_impossible_values_are_refused() -> None:

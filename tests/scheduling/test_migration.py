@@ -18,8 +18,8 @@ from sluice.scheduling.placement.migration import (
     MAX_PAUSE_S,
     REST_S,
     WORTH,
-    MigrationPolicy,
     RunningStream,
+    streams_to_move,
 )
 from sluice.scheduling.placement.placer import Placer
 from sluice.scheduling.request.job import STAYS, RouteQuery, Tier
@@ -48,7 +48,7 @@ STREAMS = st.builds(
 def test_a_bounded_number_moves_and_none_of_it_too_often(
     streams: list[RunningStream], under_way: int, leaves: bool
 ) -> None:
-    chosen = MigrationPolicy().chosen(streams, under_way, NOW_S, leaves)
+    chosen = streams_to_move(streams, under_way, NOW_S, leaves)
     assert len(set(chosen)) == len(chosen) <= max(0, AT_ONCE - under_way)
     for place in chosen:
         stream = streams[place]
@@ -64,10 +64,9 @@ def test_a_bounded_number_moves_and_none_of_it_too_often(
 def test_what_would_end_the_drain_or_be_late_first_moves_first(
     streams: list[RunningStream],
 ) -> None:
-    policy = MigrationPolicy(at_once=100)
-    left = [streams[place].left_s for place in policy.chosen(streams, 0, NOW_S, True)]
+    left = [streams[place].left_s for place in streams_to_move(streams, -100, NOW_S, True)]
     assert left == sorted(left, reverse=True)
-    slack = [streams[place].slack_s for place in policy.chosen(streams, 0, NOW_S, False)]
+    slack = [streams[place].slack_s for place in streams_to_move(streams, -100, NOW_S, False)]
     assert slack == sorted(slack)
 
 
@@ -96,10 +95,9 @@ def test_a_stream_at_its_pace_or_nearly_done_stays() -> None:
     assert not slow._replace(tpot_s=inf, slack_s=inf).late, "nothing is guaranteed"
     assert slow._replace(tpot_s=inf, slack_s=inf, e2e_left_s=59.0).late
     assert not slow._replace(tpot_s=inf, slack_s=inf, e2e_left_s=61.0).late
-    policy = MigrationPolicy()
-    assert policy.pays(slow, transfer_s=60.0 / WORTH)
-    assert not policy.pays(slow, transfer_s=61.0 / WORTH)
-    assert policy.pays(RunningStream(inf, 0.0), 1.0), "its pace is not known yet"
+    assert slow.pays(transfer_s=60.0 / WORTH)
+    assert not slow.pays(transfer_s=61.0 / WORTH)
+    assert RunningStream(inf, 0.0).pays(1.0), "its pace is not known yet"
 
 
 def test_a_stream_that_is_behind_needs_a_faster_pace_or_is_lost() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.scheduling.placement import output_lengths
 from sluice.scheduling.placement.output_lengths import (
     EVERY,
     MAX_CLASSES,
     MAX_TASK_NAME,
-    MAX_TASKS,
     MAX_TENANTS,
     MEMORY,
     MIN_ENDED,
@@ -77,7 +77,7 @@ def test_an_output_without_spread_ends_at_its_mean_or_one_later() -> None:
 
 @given(lengths=st.lists(st.integers(1, 9_999), min_size=1, max_size=150))
 def test_the_learned_moments_are_the_observed_ones(lengths: list[int]) -> None:
-    predictor = TaskLengths(memory=200)
+    predictor = TaskLengths()
     for length in lengths:
         predictor.observe("chat", length)
     learned = predictor.distribution("chat")
@@ -103,10 +103,10 @@ def test_nearly_all_outputs_have_the_least_length(median: float, spread: float) 
 
 
 def test_old_lengths_are_forgotten() -> None:
-    predictor = TaskLengths(memory=50)
+    predictor = TaskLengths()
     rng = random.Random(2)
     for mean in (100, 1_000):
-        for _ in range(500):
+        for _ in range(2_000):
             predictor.observe("chat", round(rng.gauss(mean, mean / 10)))
     learned = predictor.distribution("chat")
     assert learned is not None
@@ -114,16 +114,13 @@ def test_old_lengths_are_forgotten() -> None:
     assert learned.deviation == pytest.approx(100, rel=0.5)
 
 
-def test_the_classes_are_bounded() -> None:
-    predictor = TaskLengths(max_tasks=3)
+def test_the_classes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lengths, "MAX_TASKS", 3)
+    predictor = TaskLengths()
     for task in ("a", "b", "c", "a", "d"):
         predictor.observe(task, 10)
     known = [task for task in "abcd" if not isnan(predictor.predict(task))]
     assert known == ["a", "c", "d"], "b completed longest ago"
-    endless = TaskLengths()
-    for index in range(3 * MAX_TASKS):
-        endless.observe(f"task {index}", 10)
-    assert sum(not isnan(endless.predict(f"task {i}")) for i in range(3 * MAX_TASKS)) == MAX_TASKS
 
 
 def test_what_teaches_nothing() -> None:
@@ -154,8 +151,6 @@ def test_the_oracle_errs_as_much_as_it_should(error: float) -> None:
         (lambda: GaussianLength(0.5, 1), "mean >= 1"),
         (lambda: GaussianLength(5, -1), "deviation >= 0"),
         (lambda: GaussianLength(nan, 1), "mean >= 1"),
-        (lambda: TaskLengths(memory=1), "memory must be at least 2"),
-        (lambda: TaskLengths(max_tasks=0), "max_tasks must be from 1"),
         (lambda: OracleLengths([], 1.5, 0), "error must be from 0 to 1"),
         (lambda: OracleLengths([], nan, 0), "error must be from 0 to 1"),
     ],

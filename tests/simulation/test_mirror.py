@@ -149,7 +149,7 @@ def test_what_replicas_hold_of_a_prompt_follows_their_reports() -> None:
     def cached(now_s: float) -> dict[str, float]:
         mirror.place(query(90), now_s)
         rows = mirror.fleet.candidates(now_s)
-        tokens = mirror.fleet.cached_tokens((7, 8, 9), rows)
+        tokens = mirror.fleet.prefixes.cached_tokens((7, 8, 9), rows)
         return {mirror.fleet.ids[row]: float(held) for row, held in zip(rows, tokens, strict=True)}
 
     assert cached(now_s) == {"one": 128.0, "two": 0.0}
