@@ -140,6 +140,23 @@ async def test_an_engines_refusal_is_an_error_of_its_line(tmp_path: Path) -> Non
         assert done.output_file_id is None
 
 
+async def test_a_router_that_starts_goes_on_where_another_stopped(tmp_path: Path) -> None:
+    settings = config(tmp_path, max_lines_in_flight=2)
+    first = FarSide(a=Held(3))
+    async with serving(settings, first) as router:
+        made = await submit(router.client, map(line, NAMES))
+        await first.until(lambda: len(first.calls) == 5)
+        before = await until(router.client, made.id, "in_progress")
+    assert before.output_file_id is None
+    assert not first.live, "what was under way has been stopped"
+    second = FarSide(a=serve)
+    async with serving(settings, second) as router:
+        done = await until(router.client, made.id, "completed")
+        assert sorted(ids(await results(router.client, done.output_file_id))) == NAMES
+        assert done.request_counts is not None and done.request_counts.completed == 6
+    assert Counter(said(first.calls)[:3] + said(second.calls)) == Counter(NAMES)
+
+
 async def test_routers_share_a_folder_and_run_each_batch_once(tmp_path: Path) -> None:
     settings = config(tmp_path, max_running=1, max_lines_in_flight=1)
     sides = [FarSide(a=serve), FarSide(a=serve)]
