@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from msgspec import structs
 from pydantic import BaseModel, Field
 
-from sluice.controller.client import ControllerClient
 from sluice.router import wire
 from sluice.router.config import LoopTerms
 from sluice.router.errors import invalid
@@ -26,6 +25,9 @@ from sluice.scheduling.placement.loops import (
     LoopTurnEnd,
 )
 from sluice.scheduling.request.objective import SLO
+
+if TYPE_CHECKING:
+    from sluice.controller.client import ControllerClient  # which imports Ray
 
 FIELD = f"{wire.SLO_FIELD}.{wire.LOOP}"
 DEADLINE_FIELD = f"{FIELD}.{LOOP_DEADLINE}"
