@@ -61,7 +61,7 @@ class DetachedObserver(Observer):
         namespace: str,
         end_after_s: float = END_AFTER_S,
     ) -> None:
-        handles: list[Any] = [ControllerHandle(name, namespace) for name in names]
+        handles = [ControllerHandle(name, namespace) for name in names]
         super().__init__(handles[0] if len(handles) == 1 else Cells(handles), config)
         _end_when_silent(lambda: self.silent_s, end_after_s)
 

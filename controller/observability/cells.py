@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -195,7 +194,7 @@ class DecidingActor(Protocol):
 
 
 class ControllerHandle:
-    """The methods of the deciding actor, which it never starts. Each raises NoAnswerError if it
+    """Calls the deciding actor, which it never starts. Each method raises NoAnswerError if it
     does not answer."""
 
     def __init__(self, name: str, namespace: str) -> None:
@@ -203,8 +202,25 @@ class ControllerHandle:
         self._namespace = namespace
         self._handle: Any = None
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._ask, method)
+    async def figures(self) -> Figures:
+        """See :meth:`sluice.controller.actor.Controller.figures`."""
+        found: Figures = await self._ask("figures")
+        return found
+
+    async def detail(self) -> Detail:
+        """See :meth:`sluice.controller.actor.Controller.detail`."""
+        found: Detail = await self._ask("detail")
+        return found
+
+    async def latest_decisions(self, limit: int) -> LatestDecisions:
+        """See :meth:`sluice.controller.actor.Controller.latest_decisions`."""
+        found: LatestDecisions = await self._ask("latest_decisions", limit)
+        return found
+
+    async def demand(self, role: Role | None) -> Load:
+        """See :meth:`sluice.controller.actor.Controller.demand`."""
+        found: Load = await self._ask("demand", role)
+        return found
 
     async def _ask(self, method: str, *args: Any) -> Any:
         try:

@@ -123,4 +123,5 @@ class _Ids:
 
     def _by_library(self, text: str, special: bool) -> list[int]:
         (found,) = self._library.encode_batch_fast([text], add_special_tokens=special)
-        return list(found.ids)
+        ids: list[int] = found.ids
+        return ids

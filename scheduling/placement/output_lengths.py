@@ -73,17 +73,21 @@ def _hazard(score: float) -> float:
     return sqrt(2 / pi) * exp(-score * score / 2) / erfc(score / sqrt(2))
 
 
+REMEMBERED: Final = 200
+"""About how many of the latest outputs of a task count for its Gaussian."""
+
+
 @dataclass(slots=True)
 class _Moments:
-    """Mean and variance of what was observed, the last 200 or so counting most."""
+    """Mean and variance of what was observed, the last :data:`REMEMBERED` or so counting most."""
 
     count: int = 0
     mean: float = 0.0
     variance: float = 0.0
 
     def add(self, value: float) -> None:
-        """Plain moments of the first 200 values, exponentially forgetting ones after."""
-        self.count = min(self.count + 1, 200)
+        """Plain moments of the first values, exponentially forgetting ones after."""
+        self.count = min(self.count + 1, REMEMBERED)
         difference = value - self.mean
         share = 1 / self.count
         self.mean += share * difference
@@ -91,8 +95,8 @@ class _Moments:
 
 
 class TaskLengths:
-    """Predicts by task class: the Gaussian of about the last 200 requests. ``O(1)`` per call; at
-    most ``MAX_TASKS`` classes are learned."""
+    """Predicts by task class: the Gaussian of about the last ``REMEMBERED`` requests. ``O(1)``
+    per call; at most ``MAX_TASKS`` classes are learned."""
 
     def __init__(self) -> None:
         # By task, of the lengths and of their logarithms.
